@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <array>
+#include <map>
 #include <stdexcept>
 
 #include "bindings_packed_linear.h"
@@ -36,6 +37,7 @@ void require(bool is_right, const char* expected) {
 struct BoundLayer {
     DecoderLayer layer{};
     std::optional<FloatArray> sinks;
+    std::map<std::pair<u64, u64>, std::pair<nb::object, nb::object>> factors;  // by adapter and product: keeps A and B
 
     BoundLayer(u64 cache, const std::array<NormArgument, 4>& norms, const LinearArguments& linears,
                const std::array<u64, 4>& heads, float scale, u64 window, float softcap,
@@ -86,6 +88,12 @@ struct BoundLayer {
                 "expected A and B for the inputs and outputs of the product, of its dtype");
         if (layer.adapters.size() <= adapter) layer.adapters.resize(adapter + 1);
         layer.adapters[adapter][product] = {&a.get(), &b.get()};
+        factors[{adapter, product}] = {nb::find(a), nb::find(b)};
+    }
+
+    void remove_adapter(u64 adapter) {
+        if (adapter < layer.adapters.size()) layer.adapters[adapter] = {};
+        for (u64 product = 0; product < DecoderLayer::PRODUCTS; ++product) factors.erase({adapter, product});
     }
 };
 
@@ -183,9 +191,10 @@ void bind_decoder_layer(nb::module_& m) {
              "the factor is 1 + w; before attention, before the MLP, of queries, of keys. `linears`: queries, keys "
              "and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of "
              "a value. The rest is as in `prefill_attention`. The caller checks the addresses.")
-        .def("set_adapter", &BoundLayer::set_adapter, "adapter"_a, "product"_a, "a"_a, "b"_a, nb::keep_alive<1, 4>(),
-             nb::keep_alive<1, 5>(),
+        .def("set_adapter", &BoundLayer::set_adapter, "adapter"_a, "product"_a, "a"_a, "b"_a,
              "Adds x A^T B^T to a product for tokens with an adapter. `product`: index in `linears`.")
+        .def("remove_adapter", &BoundLayer::remove_adapter, "adapter"_a,
+             "Forgets A and B of an adapter. No step with tokens of the adapter may run.")
         .def_prop_ro("size", [](const BoundLayer& bound) { return bound.layer.size(); }, "Elements of a hidden state.");
     nb::class_<BoundStep>(m, "AttentionStep",
                           "The tokens of a step, and where in the KV cache their keys and values lie.")

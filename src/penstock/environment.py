@@ -68,6 +68,10 @@ NODE_SECRET = _text(
 TENSOR_TRANSPORT = _text(
     "PENSTOCK_TENSOR_TRANSPORT", "auto, store or inline", "auto", "Default of `penstock serve --tensor-transport`"
 )
+ALLOW_RUNTIME_LORA = _switch(
+    "PENSTOCK_ALLOW_RUNTIME_LORA_UPDATING",
+    "Let requests load and unload LoRA adapters of any directory that the server can read; for trusted clients",
+)
 CACHE_DIR = _text(
     "PENSTOCK_CACHE_DIR",
     "a directory",

@@ -1,6 +1,7 @@
 """Vectors of prompts, on tiny real models: those of transformers, wherever and however often computed."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
@@ -15,8 +16,10 @@ transformers = pytest.importorskip("transformers")
 from penstock.engine.client.client import Client  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
+from penstock.engine.protocol.lora import LoraConfig  # noqa: E402
 from penstock.engine.protocol.messages import FinishReason, Floats, SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
+from tests.support.adapters import merge, write_adapter  # noqa: E402
 from tests.support.engine import START, launched  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import BLOCK_SIZE, build_family  # noqa: E402
@@ -53,9 +56,11 @@ def require_equal(vector: Floats, expected: Floats) -> None:
     assert np.abs(vector - expected).max() <= 1e-4
 
 
-async def embedded(client: Client, ids: list[int], *, is_inline: bool = False) -> tuple[Floats, int]:
+async def embedded(
+    client: Client, ids: list[int], *, is_inline: bool = False, adapter: bytes = b""
+) -> tuple[Floats, int]:
     """Returns the vector, and how many tokens of the prompt the cache had."""
-    async with await client.submit(ids, SamplingParams(max_tokens=1), timeout=2 * START) as stream:
+    async with await client.submit(ids, SamplingParams(max_tokens=1), timeout=2 * START, adapter=adapter) as stream:
         (chunk,) = [chunk async for chunk in stream]
     assert (chunk.reason, chunk.ids, chunk.utf8) == (FinishReason.STOP, [], b"")
     assert chunk.vector_handle is not None and chunk.vector_handle.is_inline == is_inline
@@ -96,8 +101,8 @@ async def test_vectors_of_a_model_without_a_head_are_computed(tmp_path: Path) ->
     """As sentence-transformers saves it: the tensors have no prefix, and modules.json says what the model is for."""
     build_family("llama", tmp_path / "whole")
     transformers.AutoModel.from_pretrained(tmp_path / "whole", dtype=torch.float32).save_pretrained(tmp_path / "base")
-    modules = '[{"type": "sentence_transformers.models.Transformer"}, {"type": "sentence_transformers.models.Pooling"}]'
-    (tmp_path / "base" / "modules.json").write_text(modules)
+    modules = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", "Normalize")]
+    (tmp_path / "base" / "modules.json").write_text(json.dumps(modules))
     config = EngineConfig(model=str(tmp_path / "base"), **{**SIZES, "runner": "auto"})
     async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
         vector, _ = await embedded(client, prompts(3)[5])
@@ -119,6 +124,27 @@ async def test_vectors_are_computed_again_when_the_worker_is_killed(tmp_path: Pa
         assert engine.number(StatusBoard.SERVING) > 1
     for (vector, _), reference in zip(answers, expected, strict=True):
         require_equal(vector, reference)
+
+
+@tiers.needs_all
+@in_a_loop
+async def test_vectors_of_adapters_are_those_of_merged_weights(tmp_path: Path) -> None:
+    build_family("llama", tmp_path / "base")
+    adapter = write_adapter(tmp_path / "poems", tmp_path / "base", 1)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    merge(stock, tmp_path / "poems")
+    stock.save_pretrained(tmp_path / "merged")
+    lora = LoraConfig(enable_lora=True, lora_modules=(f"poems={adapter.path}",))
+    config = EngineConfig(model=str(tmp_path / "base"), lora=lora, **SIZES)
+    texts = prompts(6)[2:6]
+    expected = [references(tmp_path / name, texts) for name in ("base", "merged")]
+    async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
+        pairs = [(number, ids) for ids in texts for number in range(2)]
+        digests = b"", adapter.digest
+        answers = await asyncio.gather(*(embedded(client, ids, adapter=digests[number]) for number, ids in pairs))
+    for (number, ids), (vector, cached) in zip(pairs, answers, strict=True):
+        require_equal(vector, expected[number][texts.index(ids)])
+        assert cached == 0
 
 
 @in_a_loop

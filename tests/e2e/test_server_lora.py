@@ -1,6 +1,9 @@
 """LoRA adapters behind a server, by their names; and their answers when a process is killed."""
 
 import asyncio
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,19 @@ pytest.importorskip("transformers")
 pytest.importorskip("httptools")
 
 from penstock.engine.client.client import Client  # noqa: E402
+from penstock.engine.client.stream import EngineError  # noqa: E402
+from penstock.engine.cluster.adapter_files import SETTINGS  # noqa: E402
+from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.lora import Adapter, LoraConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
+from penstock.environment import ALLOW_RUNTIME_LORA  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.crash.test_engine_migration import kill  # noqa: E402
-from tests.e2e.test_server import run_server  # noqa: E402
+from tests.e2e.test_server import Served, run_server  # noqa: E402
 from tests.e2e.test_server_models import save_tokenizer  # noqa: E402
 from tests.support.adapters import merged_answers, write_adapter  # noqa: E402
-from tests.support.engine import PATIENCE, START, launched  # noqa: E402
+from tests.support.engine import PATIENCE, START, Running, launched  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import ENGINE_SIZES, Asked, Family, build_family  # noqa: E402
 
@@ -35,29 +42,97 @@ def build(folder: Path) -> tuple[Family, list[Adapter], LoraConfig]:
     return family, adapters, LoraConfig(enable_lora=True, lora_modules=modules)
 
 
+async def changed(served: Served, route: str, **fields: object) -> tuple[int, str]:
+    """Sends a change of adapters. Returns the status, and the text or the error's message."""
+    reader, writer = await served.connect(f"/v1/{route}_lora_adapter", fields)
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = next(line for line in head.decode().lower().split("\r\n") if line.startswith("content-length"))
+    text = (await reader.readexactly(int(length.split(":")[1]))).decode()
+    writer.close()
+    return int(head.split()[1]), json.loads(text)["error"]["message"] if text.startswith("{") else text
+
+
+def body_of(request: Asked, tokens: int | None = None) -> dict[str, Any]:
+    body = {"prompt": request.prompt, "max_tokens": tokens or request.tokens, "temperature": 0}
+    return {**body, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
+
+
+@pytest.mark.timeout(300)
 @in_a_loop
-async def test_server_answers_with_the_adapter_that_a_request_names(tmp_path: Path) -> None:
-    family, adapters, lora = build(tmp_path)
+async def test_adapters_are_loaded_and_unloaded_while_a_server_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both ranks and both servers, or on none. An adapter outlives a worker, and a request its adapter. The server
+    has another adapter from the start."""
+    monkeypatch.setenv(ALLOW_RUNTIME_LORA.name, "1")
+    family, (sql, poems), _ = build(tmp_path)
     tokenizer = save_tokenizer(family.path)
-    options: dict[str, Any] = {"simulated": None, "model": str(family.path), "api_server_count": 1, **ENGINE_SIZES}
-    async with run_server(lora=lora, **options) as served:
-        client = served.client
-        models = {model.id: model for model in (await client.models.list()).data}
-        assert [*models] == ["base", "sql", "poems"]
-        assert (models["sql"].root, models["sql"].parent) == (adapters[0].path, "base")
-        assert (await client.models.retrieve("poems")).parent == "base" and models["base"].parent is None
-        request = family.requests[-1]
-        body = {"prompt": request.prompt, "max_tokens": request.tokens, "temperature": 0}
-        body["extra_body"] = {"ignore_eos": True, "skip_special_tokens": False}
-        for name, adapter in (("base", None), ("sql", adapters[0]), ("poems", adapters[1])):
-            (expected,) = merged_answers(family, adapter, [request])
-            done = await client.completions.create(model=name, **body)
-            assert done.model == name and done.choices[0].text == tokenizer.decode(expected, skip_special_tokens=False)
+    options: dict[str, Any] = {"simulated": None, "model": str(family.path), "tensor_parallel_size": 2, "threads": 1}
+    request = family.requests[-1]
+
+    def expected(adapter: Adapter | None, tokens: int) -> str:
+        (ids,) = merged_answers(family, adapter, [request._replace(tokens=tokens)])
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    lora = LoraConfig(enable_lora=True, lora_modules=(f"poems={poems.path}",))
+    async with run_server(lora=lora, **{**ENGINE_SIZES, **options}) as served:
+        create = served.client.completions.create
+
+        async def names() -> set[tuple[str, ...]]:
+            """What the servers list: each connection is for one of them."""
+            return {tuple(model.id for model in (await served.client.models.list()).data) for _ in range(8)}
+
+        # ── names, whole answers and streams ──
+        models = {model.id: model for model in (await served.client.models.list()).data}
+        assert [*models] == ["base", "poems"] and models["base"].parent is None
+        assert (models["poems"].root, models["poems"].parent) == (poems.path, "base")
+        assert (await served.client.models.retrieve("poems")).parent == "base"
+        for name, adapter in (("base", None), ("poems", poems)):
+            done = await create(model=name, **body_of(request))
+            assert done.model == name and done.choices[0].text == expected(adapter, request.tokens)
             assert not done.usage.prompt_tokens_details or not done.usage.prompt_tokens_details.cached_tokens
-            events = [event async for event in await client.completions.create(model=name, **body, stream=True)]
+            events = [event async for event in await create(model=name, **body_of(request), stream=True)]
             assert "".join(event.choices[0].text for event in events) == done.choices[0].text
-        with pytest.raises(openai.NotFoundError, match="'base' and 'sql' and 'poems'"):
-            await client.completions.create(model="prose", **body)
+
+        # ── what is refused changes nothing ──
+        broken = write_adapter(tmp_path / "broken", family.path, 3, bias="all")
+        for fields, status, words in (
+            ({"lora_name": "sql"}, 400, "missing required field `lora_path`"),
+            ({"lora_name": "sql", "lora_path": "/nowhere"}, 404, "No adapter found for /nowhere"),
+            ({"lora_name": "base", "lora_path": sql.path}, 400, "'base' is the name of the model"),
+            ({"lora_name": "broken", "lora_path": broken.path}, 400, "bias 'all' is not supported"),
+        ):
+            answered, message = await changed(served, "load", **fields)
+            assert answered == status and words.replace("`", "") in message.replace("`", ""), message
+        assert await names() == {("base", "poems")}
+        assert await changed(served, "unload", lora_name="sql") == (404, "The lora adapter 'sql' cannot be found.")
+
+        # ── an adapter comes, and outlives a worker ──
+        loaded = await changed(served, "load", lora_name="sql", lora_path=sql.path)
+        assert loaded == (200, "Success: LoRA adapter 'sql' added successfully.")
+        assert await names() == {("base", "poems", "sql")}
+        done = await create(model="sql", **body_of(request))
+        assert done.choices[0].text == expected(sql, request.tokens) != expected(None, request.tokens)
+        status, message = await changed(served, "load", lora_name="sql", lora_path=sql.path)
+        assert status == 400 and "has already been loaded" in message
+        running = asyncio.ensure_future(create(model="sql", **body_of(request, TOKENS)))
+        engine = Running(served.launcher)
+        await engine.until(lambda: engine.number(StatusBoard.RUNNING) > 0)
+        kill(engine, "worker", 1)
+        assert (await running).choices[0].text == expected(sql, TOKENS)
+
+        # ── it is replaced, and goes; a request that has it ends first ──
+        assert (await changed(served, "load", lora_name="sql", lora_path=poems.path, load_inplace=True))[0] == 200
+        assert (await create(model="sql", **body_of(request))).choices[0].text == expected(poems, request.tokens)
+        running = asyncio.ensure_future(create(model="sql", **body_of(request, TOKENS)))
+        await engine.until(lambda: engine.number(StatusBoard.RUNNING) > 0)
+        assert (await changed(served, "unload", lora_name="sql"))[0] == 200
+        assert await names() == {("base", "poems")}
+        assert (await running).choices[0].text == expected(poems, TOKENS)
+        with pytest.raises(openai.NotFoundError, match="there is no model 'sql' here"):
+            await create(model="sql", **body_of(request))
+        for name, adapter in (("base", None), ("poems", poems)):  # which has the content of the one that has gone
+            assert (await create(model=name, **body_of(request))).choices[0].text == expected(adapter, request.tokens)
 
 
 async def answer(client: Client, request: Asked, digest: bytes) -> list[int]:
@@ -93,3 +168,56 @@ async def test_answers_keep_their_adapters_when_a_worker_is_killed(ranks: int, t
         assert not running.done()
         kill(engine, "worker", ranks - 1)
         assert await running == expected
+
+
+@in_a_loop
+async def test_engine_returns_without_adapters_that_were_replaced_or_unloaded(tmp_path: Path) -> None:
+    """Requests for these end by name; one that was running when its adapter was unloaded would have gone on."""
+    family, (sql, poems), lora = build(tmp_path)
+    request = family.requests[0]
+    expected = [merged_answers(family, each, [request])[0] for each in (None, poems)]
+    config = EngineConfig(model=str(family.path), lora=lora, threads=1, **ENGINE_SIZES)
+    async with launched(config) as engine, Client(engine.launcher.cluster, 0) as client:
+        registry = engine.launcher.cluster.adapters
+        assert registry is not None
+        running = asyncio.ensure_future(answer(client, request._replace(tokens=200), poems.digest))
+        await engine.until(lambda: engine.number(StatusBoard.RUNNING) > 0)
+        registry.write(registry.read().without(poems))
+        await client.adapters.unload(poems, PATIENCE)
+        with pytest.raises(EngineError, match="the LoRA adapter 'poems' was unloaded"):
+            await answer(client, request, poems.digest)
+        assert not running.done()
+
+        path = Path(sql.path) / SETTINGS
+        path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 1}))
+        kill(engine, "worker")
+        with pytest.raises(EngineError, match="the LoRA adapter 'poems' was unloaded"):
+            await running
+        assert await answer(client, request, b"") == expected[0]
+        with pytest.raises(EngineError, match="'sql' is not the one that was loaded") as refusal:
+            await answer(client, request, sql.digest)
+        assert refusal.value.status == 404
+        await client.adapters.load(poems, {}, START)
+        assert await answer(client, request, poems.digest) == expected[1]
+
+
+def test_lines_of_generate_name_their_adapters(tmp_path: Path) -> None:
+    family, adapters, _ = build(tmp_path)
+    request = family.requests[0]
+    lines = [
+        {"ids": [*request.prompt], "max_tokens": request.tokens, "model": each} for each in ("base", "poems", "sql")
+    ]
+    modules = [f"{adapter.name}={adapter.path}" for adapter in adapters]
+    command = [sys.executable, "-m", "penstock", "generate", str(family.path), "--dtype", "float32"]
+    sizes = ["--max-model-len", "256", "--enable-lora", "--lora-modules", *modules]
+
+    def run(lines: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+        text = "\n".join(json.dumps({"ignore_eos": True, **line}) for line in lines)
+        return subprocess.run([*command, *sizes], input=text, capture_output=True, text=True, timeout=200)
+
+    done = run(lines)
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line)["ids"] for line in done.stdout.splitlines()]
+    assert answers == [merged_answers(family, each, [request])[0] for each in (None, adapters[1], adapters[0])]
+    done = run([{"ids": [1], "model": "prose"}])
+    assert done.returncode == 2 and "('sql', 'poems'), got 'prose'" in done.stderr

@@ -393,9 +393,9 @@ def ask(
         max_num_batched_tokens=budget,
         has_overlap=depth > 1,
         max_short_prompt=device.max_short_prompt,
-        adapters=frozenset(adapters),
     )
     scheduler, plan = Scheduler(schedule, config), StepBuilder(schedule)
+    scheduler.adapters |= dict.fromkeys(adapters, "")
     temperature = 0.0 if seed is None else 1.0
     params = params or [SamplingParams(ignore_eos=True, temperature=temperature, logprobs=logprobs)]
     answers: list[list[int]] = [[] for _ in requests]

@@ -26,6 +26,7 @@ from penstock.engine.protocol.sampling_params import SamplingParams
 from penstock.engine.text.grammar_fields import ResponseFormat, StructuredOutputs
 from penstock.environment import VARIABLES
 from penstock.server.chat.request_schema import FIELDS, Sampling
+from penstock.server.http.adapter_routes import LoadAdapter, UnloadAdapter
 from penstock.server.messages import messages_request  # noqa: F401  # adds its fields
 from penstock.server.options import ServerOptions
 from penstock.server.responses.responses_request import ResponseItem
@@ -46,7 +47,7 @@ EXCEPTIONS = {
     **dict.fromkeys(("config.json", "video_preprocessor_config.json"), "files of a model"),
     **dict.fromkeys(
         "max_position_embeddings model_type num_attention_heads num_key_value_heads rope_type weight_map "
-        "original_max_position_embeddings quantization_config".split(),
+        "original_max_position_embeddings position_embedding_type quantization_config".split(),
         "settings in files of a model",
     ),
     ".function.name": "the end of a path in a request",
@@ -111,6 +112,7 @@ def typed_names() -> set[str]:
     """Returns the names that a user imports or types: public objects with members and parameters, options, settings,
     environment variables, fields of HTTP requests."""
     names = set(dir(builtins)) | {variable.name for variable in VARIABLES}
+    names |= {*LoadAdapter.__struct_fields__, *UnloadAdapter.__struct_fields__}
     for module in (penstock, lowlevel, cuda, bridge):
         for name in module.__all__:
             public = getattr(module, name)

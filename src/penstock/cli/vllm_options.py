@@ -16,9 +16,9 @@ DIFFERENCES = {
     "--dtype": "`auto` is the type that `config.json` names, also where that is float32",
     "--max-model-len": "at most 4,096 unless it is given; `auto` and -1 are refused",
     "--generation-config": "`auto` or `vllm`, no path",
-    "--runner": "`pooling` is for causal models on a CPU; models that attend both ways, as BERT, are refused "
-    "([how](serve.md#embeddings-and-scores))",
-    "--convert": "`classify` is the probability of yes before no, for which vLLM needs `--hf-overrides`",
+    "--runner": "`pooling` is for models on a CPU ([which](serve.md#embeddings-and-scores))",
+    "--convert": "`classify` of a causal model is the probability of yes before no, for which vLLM needs "
+    "`--hf-overrides`",
     "--enforce-eager": "has an effect on a CUDA device only",
     "--gpu-memory-utilization": "of the whole memory of a CUDA device, as in vLLM; no effect on a CPU",
     "--tensor-parallel-size": "N need not divide the number of attention heads; above `num_key_value_heads` it must be "
@@ -59,8 +59,8 @@ DIFFERENCES = {
     "Redirects are never followed",
     "--chat-template": "",
     "--default-chat-template-kwargs": "",
-    "--enable-lora": "adapters are loaded at the start only ([which](serve.md#lora-adapters)). Steps with their tokens "
-    "run without CUDA graphs",
+    "--enable-lora": "[which adapters](serve.md#lora-adapters); `PENSTOCK_ALLOW_RUNTIME_LORA_UPDATING` is "
+    "`VLLM_ALLOW_RUNTIME_LORA_UPDATING`. Steps with their tokens run without CUDA graphs",
     "--lora-modules": "NAME=DIR, no JSON",
     "--max-lora-rank": "",
     "--max-loras": "no limit unless it is given; vLLM has 1. All adapters are in memory",
@@ -141,7 +141,7 @@ UNSUPPORTED = (
     Absent("--speculative-config --spec-method --speculative-model --num-speculative-tokens", "not supported"),
     Absent(
         "--max-cpu-loras --lora-dtype --fully-sharded-loras --lora-extra-vocab-size --default-mm-loras",
-        "not supported; all adapters of `--lora-modules` are loaded at the start, in the model's dtype",
+        "not supported; all adapters are in memory, in the model's dtype",
     ),
     Absent(
         "--tool-parser-plugin --tool-server --exclude-tools-when-tool-choice-none",
@@ -183,7 +183,7 @@ UNSUPPORTED = (
     Absent("--disable-frontend-multiprocessing --disable-fastapi-docs --h11-max-header-count", "not supported"),
     Absent(
         "--task --pooler-config --override-pooler-config",
-        "`--runner pooling` with `--convert embed` or `classify`; vectors are those of the last position, of length 1",
+        "`--runner pooling` with `--convert embed` or `classify`; the files of sentence-transformers say how it pools",
     ),
 )
 _ABSENT = {option: row for row in (*ALWAYS_ON, *UNSUPPORTED) for option in row.options.split()}

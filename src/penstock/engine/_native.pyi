@@ -220,6 +220,11 @@ class DecoderLayer:
         Adds x A^T B^T to a product for tokens with an adapter. `product`: index in `linears`.
         """
 
+    def remove_adapter(self, adapter: int) -> None:
+        """
+        Forgets A and B of an adapter. No step with tokens of the adapter may run.
+        """
+
     @property
     def size(self) -> int:
         """Elements of a hidden state."""

@@ -12,9 +12,10 @@ from penstock.engine.cluster.numa import node_of
 from penstock.engine.launcher.hub_model import HubOptions
 from penstock.engine.model_dir import require_length
 from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
+from penstock.engine.protocol.lora import LoraConfig
 from penstock.engine.protocol.option import Option, add_options, option_values
 
-GROUPS = ("model", "parallelism", "scheduling", "cache", "migration")  # and logging, which comes last
+GROUPS = ("model", "parallelism", "scheduling", "cache", "migration", "lora")  # and logging, which comes last
 
 
 class DeviceModel(msgspec.Struct):
@@ -25,7 +26,7 @@ class DeviceModel(msgspec.Struct):
 
 
 def add(parser: argparse.ArgumentParser, *groups: str) -> None:
-    add_options(parser, groups, (EngineConfig, DeviceModel, SimulatedDevice, HubOptions))
+    add_options(parser, groups, (EngineConfig, DeviceModel, SimulatedDevice, HubOptions, LoraConfig))
 
 
 def model_fields(options: argparse.Namespace) -> dict[str, Any]:
@@ -37,7 +38,8 @@ def model_fields(options: argparse.Namespace) -> dict[str, Any]:
 
 def engine_config(options: argparse.Namespace, **fields: Any) -> EngineConfig:
     """`fields` take precedence over the command line. Raises ValueError, TypeError."""
-    values = {**option_values(EngineConfig, options), **model_fields(options), **fields}
+    lora = LoraConfig(**option_values(LoraConfig, options))
+    values = {**option_values(EngineConfig, options), **model_fields(options), "lora": lora, **fields}
     if values.get("numa_node") == "auto":
         values["numa_node"] = node_of(os.sched_getaffinity(0))
     config = EngineConfig(**values)

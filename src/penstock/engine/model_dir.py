@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,12 +39,22 @@ VISION = {  # and images
 }
 VIDEO = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")  # and videos
 FAMILIES = {**TEXT, **VISION}
+ENCODERS = {  # attend both ways, and make vectors and scores only: the beginning of the names of architectures
+    "bert": "Bert",
+    "modernbert": "ModernBert",
+    "roberta": "Roberta",
+    "xlm-roberta": "XLMRoberta",
+}
+ENCODER_HEADS = ("Model", "ForMaskedLM")  # of a model for vectors: the head for masked words is not computed
+CLASSIFIER = "ForSequenceClassification"
+ROBERTA = ("roberta", "xlm-roberta")  # the first position has the number behind `pad_token_id`
 _OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)\w+$")  # it classifies, say, and generates nothing
 
 GENERATION = "generation_config.json"
 CONFIG_FILES = (GENERATION, "config.json")  # the first that names an end id
 MODULES = "modules.json"  # of sentence-transformers
 MODE = "pooling_mode_"  # the beginning of a field for each mode of pooling
+MODES = {"lasttoken": "lasttoken", "cls_token": "cls", "cls": "cls", "mean_tokens": "mean", "mean": "mean"}
 SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in generation_config.json
     **{name: name for name in SamplingDefaults.__struct_fields__},
     "max_tokens": "max_new_tokens",
@@ -55,11 +65,12 @@ def require_family(
     model_type: str, architectures: Sequence[str] = (), is_quantized: bool = False, text_type: str = ""
 ) -> None:
     """Raises ValueError if a model of this config.json cannot be served. `text_type`: of its text_config, if any."""
-    heads = [architecture for architecture in architectures if not _OTHER_HEAD.search(architecture)]
-    if model_type not in FAMILIES or (architectures and not heads):
+    heads = [name for name in architectures if not _OTHER_HEAD.search(name) or model_type in ENCODERS]
+    if model_type not in (*FAMILIES, *ENCODERS) or (architectures and not heads):
         raise ValueError(
             f"Model architectures {list(architectures)} (model_type {model_type!r}) are not supported; "
-            f"supported are {', '.join(TEXT.values())}; with images {', '.join(VISION.values())}"
+            f"supported are {', '.join(TEXT.values())}; with images {', '.join(VISION.values())}; for vectors and "
+            f"scores {', '.join(ENCODERS)}"
         )
     if text_type not in ("", *TEXT) and not text_type.startswith(model_type):  # Qwen2-VL's is called qwen2_vl_text
         raise ValueError(
@@ -91,15 +102,30 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
         raise ValueError(f"expected the directory of a model, got {config.model!r}")
     if is_pooling(config):  # without text, there is no work for output processors
         config = msgspec.structs.replace(config, runner="pooling", output_processors=0)
+    longest = _longest(directory)
+    config = msgspec.structs.replace(config, max_model_len=min(config.max_model_len, longest or config.max_model_len))
+    if _model_type(config) in ENCODERS:
+        config = _with_encoder_defaults(config)
     end: int | list[int] | None = _read_field(directory, "eos_token_id", CONFIG_FILES, int | list[int])
     end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
-    longest = _longest(directory)
     return msgspec.structs.replace(
         config,
         end_ids=tuple(sorted(end_ids)),
-        max_model_len=min(config.max_model_len, longest or config.max_model_len),
         sampling_defaults=sampling_defaults(config),
         lora=with_digests(config.lora),
+    )
+
+
+def _with_encoder_defaults(config: EngineConfig) -> EngineConfig:
+    """Returns the config of a model that attends both ways: a prompt is computed in one step, and nothing is kept."""
+    is_classifier = bool(config.pooling) and any(name.endswith(CLASSIFIER) for name in _architectures(config))
+    return msgspec.structs.replace(
+        config,
+        convert="classify" if is_classifier and config.convert == "auto" else config.convert,
+        is_encoder=True,
+        enable_prefix_caching=False,
+        keep_kv_cache=False,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_model_len),
     )
 
 
@@ -125,9 +151,17 @@ def require_length(config: EngineConfig) -> None:
 
 
 def _longest(directory: Path) -> int | None:
-    """Returns `max_position_embeddings`; None: config.json does not have it."""
+    """Returns the number of positions of a prompt; None: config.json does not have it."""
     longest: int | None = _read_field(directory, "max_position_embeddings", CONFIG_FILES[-1:], int)
-    return longest
+    return None if longest is None else longest - first_position(directory)
+
+
+def first_position(directory: Path) -> int:
+    """Returns the number of a prompt's first position."""
+    if _read_field(directory, "model_type", CONFIG_FILES[-1:], str) not in ROBERTA:
+        return 0
+    padding: int | None = _read_field(directory, "pad_token_id", CONFIG_FILES[-1:], int)
+    return (1 if padding is None else padding) + 1
 
 
 def sampling_defaults(config: EngineConfig) -> SamplingDefaults:
@@ -173,6 +207,11 @@ def _model_type(config: EngineConfig) -> str:
     return str(whole.get("model_type"))
 
 
+def _architectures(config: EngineConfig) -> list[str]:
+    names: list[str] | None = _read_field(Path(config.model), "architectures", CONFIG_FILES[-1:], list[str])
+    return names or []
+
+
 # ── pooling ──
 class _Module(msgspec.Struct):
     type: str
@@ -180,32 +219,105 @@ class _Module(msgspec.Struct):
 
 
 def is_pooling(config: EngineConfig) -> bool:
-    """Returns whether the engine makes vectors or scores: as `runner` says, or modules.json of sentence-transformers.
-    Raises ValueError."""
+    """Returns whether the engine makes vectors or scores: by `runner`, modules.json of sentence-transformers, or the
+    family. Raises ValueError."""
     if config.runner != "auto" or config.simulated is not None:
         return config.runner == "pooling"
-    return any(module.type.endswith(".Pooling") for module in _modules(Path(config.model)))
+    return _model_type(config) in ENCODERS or any(
+        module.type.endswith(".Pooling") for module in _modules(Path(config.model))
+    )
+
+
+class Pooling(NamedTuple):
+    """How a vector is made of the hidden states of a prompt."""
+
+    mode: str  # cls: of the first position; mean: the mean of all; lasttoken: of the last
+    is_normalized: bool  # of length 1
+
+
+def pooling_of(config: EngineConfig) -> Pooling:
+    """Reads the files of sentence-transformers. Without these files, as in vLLM: the last position, or the first of a
+    model that attends both ways, of length 1. Raises ValueError for anything else."""
+    directory = Path(config.model)
+    modules = _modules(directory)
+    mode = "cls" if config.is_encoder else "lasttoken"
+    for module in modules:
+        name = module.type.rpartition(".")[2]
+        if name not in ("Transformer", "Pooling", "Normalize"):
+            raise ValueError(f"{directory / MODULES} names a module {name}, which is not supported")
+        path = directory / module.path / "config.json"
+        if name == "Pooling" and path.exists():
+            fields = read_config(path)[0]
+            modes = [key.removeprefix(MODE) for key, is_on in fields.items() if key.startswith(MODE) and is_on]
+            modes = modes or [str(fields.get(MODE[:-1], mode))]
+            supported = ("cls", "mean", "lasttoken") if config.is_encoder else ("lasttoken",)
+            if len(modes) != 1 or MODES.get(modes[0]) not in supported:
+                raise ValueError(f"{path} asks for pooling by {modes}: supported are {' and '.join(supported)}")
+            mode = MODES[modes[0]]
+    return Pooling(mode, not modules or any(module.type.endswith(".Normalize") for module in modules))
 
 
 def require_pooling(config: EngineConfig) -> None:
-    """Raises ValueError if the model pools otherwise than by the last position, or the tokenizer has no token for yes
-    or no."""
-    if config.pooling == "classify":
+    """Raises ValueError if the way of pooling is not supported, or the model makes no scores."""
+    if config.pooling != "classify":
+        pooling_of(config)
+    elif config.is_encoder:
+        is_sigmoid(config)
+    else:
         classifier_ids(config)
-        return
-    directory = Path(config.model)
-    for module in _modules(directory):
-        name = module.type.rpartition(".")[2]
-        if name not in ("Transformer", "Pooling", "Normalize"):
-            raise ValueError(
-                f"{directory / MODULES} names a module {name}: only pooling of the last token is supported"
-            )
-        path = directory / module.path / "config.json"
-        if name == "Pooling" and path.exists():
-            fields = read_config(path)[0].items()
-            modes = [key.removeprefix(MODE) for key, is_on in fields if key.startswith(MODE) and is_on]
-            if modes != ["lasttoken"]:
-                raise ValueError(f"{path} asks for pooling by {modes}: only pooling of the last token is supported")
+
+
+def require_encoder(config: EngineConfig) -> None:
+    """Raises ValueError if a model that attends both ways cannot be served."""
+    family, architectures = _model_type(config), _architectures(config)
+    heads = (CLASSIFIER,) if config.pooling == "classify" else ENCODER_HEADS
+    if family == "modernbert":
+        heads = ENCODER_HEADS
+    known = [f"{ENCODERS[family]}{head}" for head in heads]
+    if not config.pooling:
+        raise ValueError(f"{architectures} attend both ways, and generate nothing: --runner pooling serves them")
+    if architectures and not set(architectures) & set(known):
+        raise ValueError(
+            f"Model architectures {architectures} are not supported with convert {config.pooling!r}; supported are "
+            f"{', '.join(known)}"
+        )
+    if config.tensor_parallel_size > 1:
+        raise ValueError(
+            f"{family!r} attends both ways: expected tensor_parallel_size 1, got {config.tensor_parallel_size}; "
+            "--data-parallel-size serves it by several engines"
+        )
+    if config.lora.enable_lora:
+        raise ValueError(f"{family!r} attends both ways: LoRA adapters are not supported")
+    position = _read_field(Path(config.model), "position_embedding_type", CONFIG_FILES[-1:], str)
+    if position not in (None, "absolute", "sans_pos"):
+        raise ValueError(f"position_embedding_type {position!r} of {config.model}/config.json is not supported")
+
+
+def is_sigmoid(config: EngineConfig) -> bool:
+    """Returns whether a score is the sigmoid of the classifier's logit, as for a model without a named activation in
+    sentence-transformers and vLLM; else a score is the logit. Raises ValueError for anything else."""
+    path = Path(config.model) / "config.json"
+    whole, _ = read_config(path)
+    labels = whole.get("id2label")
+    count = len(labels) if isinstance(labels, dict) else whole.get("num_labels", 2)
+    if count != 1:
+        raise ValueError(f"{path} has {count} labels: only classifiers with one label make scores")
+    library = whole.get("sentence_transformers") or {}
+    named = library.get("activation_fn") if isinstance(library, dict) else None
+    named = named or whole.get("sbert_ce_default_activation_function")
+    activation = str(named or "Sigmoid").rpartition(".")[2]
+    if activation not in ("Sigmoid", "Identity"):
+        raise ValueError(f"{path} names the activation {named!r}: supported are Sigmoid and Identity")
+    return activation == "Sigmoid"
+
+
+def second_text_offset(config: EngineConfig) -> int:
+    """Returns the number to add to the ids of the second text of a pair, by which an encoder knows the type of a token;
+    0: the family has a single type."""
+    if not config.is_encoder or _model_type(config) != "bert":
+        return 0
+    vocab_size: int = _read_field(Path(config.model), "vocab_size", CONFIG_FILES[-1:], int)
+    return vocab_size
 
 
 def classifier_ids(config: EngineConfig) -> tuple[int, int]:
@@ -246,9 +358,12 @@ def load_tokenizer(config: EngineConfig) -> Any:
     if not path.exists():
         raise ValueError(f"{path} is missing: the model has no tokenizer")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library has no narrower one
         raise ValueError(f"{path} cannot be read as a tokenizer: {error}") from None
+    tokenizer.no_truncation()  # the file may say so, as that of all-MiniLM-L6-v2: a long text would lose its end
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def tokenizer_path(config: EngineConfig) -> Path:

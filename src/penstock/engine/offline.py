@@ -7,6 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import IO, Annotated, Any
 
 import msgspec
@@ -35,6 +36,7 @@ class InputLine(msgspec.Struct):
     ids: list[Id]
     params: SamplingParams
     grammar: Grammar | None = None
+    adapter: bytes = b""  # `Adapter.digest`
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
@@ -91,6 +93,7 @@ def _parse_line(options: dict[str, Any], tokenise: Tokenise | None, config: Engi
     ids, text = options.pop("ids", None), options.pop("prompt", None)
     if (ids is None) == (text is None):
         raise ValueError("expected either 'prompt', a text, or 'ids', a list of token ids")
+    adapter = _adapter(options.pop("model", None), config)
     names = options.keys() & set(GrammarFields.__struct_fields__)
     fields_of_grammar = msgspec.convert({name: options.pop(name) for name in names}, GrammarFields)
     unknown = options.keys() - set(SamplingParams.__struct_fields__)
@@ -100,7 +103,18 @@ def _parse_line(options: dict[str, Any], tokenise: Tokenise | None, config: Engi
         ids = tokenise(msgspec.convert(text, str))
     fields = [options.get(name, default) for name, default in _DEFAULTS.items()]
     params = msgspec.convert(fields, SamplingParams)
-    return InputLine(msgspec.convert(ids, list[Id]), params, _grammar(fields_of_grammar, params, config))
+    return InputLine(msgspec.convert(ids, list[Id]), params, _grammar(fields_of_grammar, params, config), adapter)
+
+
+def _adapter(name: object, config: EngineConfig) -> bytes:
+    """Returns the digest of the adapter that a line names; b"": it names the model, or none."""
+    adapters = {adapter.name: adapter.digest for adapter in config.lora.adapters}
+    if name is None or name in (config.model, Path(config.model).name):
+        return b""
+    if name not in adapters:
+        names = ", ".join(map(repr, adapters)) or "none"
+        raise ValueError(f"expected model, a LoRA adapter of --lora-modules ({names}), got {name!r}")
+    return adapters[str(name)]
 
 
 def _grammar(fields: GrammarFields, params: SamplingParams, config: EngineConfig) -> Grammar | None:
@@ -173,13 +187,13 @@ async def _submit(client: Client, request: InputLine, serving: Callable[[], Awai
     """Submits a request. Raises EngineError after ATTEMPTS attempts, and ClusterFailed if the cluster has failed."""
     for _ in range(ATTEMPTS - 1):
         try:
-            return await client.submit(request.ids, request.params, grammar=request.grammar)
+            return await client.submit(request.ids, request.params, grammar=request.grammar, adapter=request.adapter)
         except EngineError as error:
             if error.status != 503:
                 raise
         await asyncio.sleep(PAUSE)
         await serving()
-    return await client.submit(request.ids, request.params, grammar=request.grammar)
+    return await client.submit(request.ids, request.params, grammar=request.grammar, adapter=request.adapter)
 
 
 async def _answer(client: Client, index: int, request: InputLine, serving: Callable[[], Awaitable[None]]) -> Answer:

@@ -20,7 +20,7 @@ from penstock.environment import API_KEY, TENSOR_TRANSPORT
 from penstock.server import node_args
 from penstock.server.options import ServerOptions
 
-GROUPS = (*engine_args.GROUPS, "lora", "nodes", "server", "multimodal", "limits", "logging")
+GROUPS = (*engine_args.GROUPS, "nodes", "server", "multimodal", "limits", "logging")
 CACHE_NBYTES = 1 << 28  # of a model that takes images
 IMAGES, VIDEOS = ImageLimits(), VideoLimits()  # defaults
 
@@ -75,8 +75,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         has_tensors = options.enable_prompt_embeds or options.runner == "pooling" or takes_images(model)
         has_tensors = has_tensors or (options.runner == "auto" and is_pooling(model))
         fields["store_nbytes"] = CACHE_NBYTES if has_tensors or transport == "store" else 0
-    lora = LoraConfig(**option_values(LoraConfig, options))
-    return engine_args.engine_config(options, tensor_transport=transport, lora=lora, **fields)
+    return engine_args.engine_config(options, tensor_transport=transport, **fields)
 
 
 def read_chat_template(text: str) -> str:

@@ -179,7 +179,7 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
             segments = SegmentMetrics(cluster.channels, cluster.store, cluster.config, os.getppid())
             api = ApiServer(
                 *(cluster.config, shared.options, client, reader, tally, board, me.index),
-                *(segments, budget, shared.response_store),
+                *(segments, budget, shared.response_store, cluster.adapters),
             )
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
             stopping = asyncio.Event()

@@ -52,7 +52,7 @@ def test_misspelled_word_is_answered_with_the_nearest_in_one_line(
         (["--kv-cache-memory-bytes", "1"], "--num-gpu-blocks-override"),
         (["--seed=1"], "the field `seed` of a request"),
         (["--mm-tensor-ipc", "torch_shm"], "--tensor-transport"),
-        (["--max-cpu-loras", "2"], "all adapters of `--lora-modules`"),
+        (["--max-cpu-loras", "2"], "all adapters are in memory"),
         (["--no-async-scheduling"], "always on"),
         (["--scheduling-policy", "random"], "always on"),
         (["--zzz", "--middleware", "x"], "a proxy in front of the server"),
@@ -163,8 +163,8 @@ def test_help_of_an_option_is_a_sentence_that_ends_with_its_default(
 def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     groups = re.findall(r"^(\w+):$", help_of("serve", capsys, monkeypatch), re.MULTILINE)
     engine, server = (
-        "model parallelism scheduling cache migration".split(),
-        "lora nodes server multimodal limits logging".split(),
+        "model parallelism scheduling cache migration lora".split(),
+        "nodes server multimodal limits logging".split(),
     )
     assert groups == ["options", *engine, *server]
 

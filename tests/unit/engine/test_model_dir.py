@@ -2,13 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from penstock.engine.model_dir import classifier_ids, require_pooling, with_model_defaults
+from penstock.engine.model_dir import (
+    classifier_ids,
+    is_sigmoid,
+    load_tokenizer,
+    pooling_of,
+    require_encoder,
+    require_pooling,
+    with_model_defaults,
+)
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.lora import LoraConfig
 from penstock.engine.text.detokenizer import load_vocabulary
 from penstock.engine.worker.simulated_device import TokenRule
 
@@ -109,6 +119,92 @@ def test_pooling_of_other_tokens_than_the_last_is_refused(tmp_path: Path) -> Non
     (tmp_path / "modules.json").write_text(modules("Transformer", "Dense"))
     with pytest.raises(ValueError, match="names a module Dense"):
         require_pooling(config)
+
+
+def encoder(folder: Path, **config: Any) -> EngineConfig:
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert", "max_position_embeddings": 512, **config}))
+    return with_model_defaults(EngineConfig(model=str(folder)))
+
+
+def test_model_that_attends_both_ways_computes_whole_prompts(tmp_path: Path) -> None:
+    config = encoder(tmp_path, max_position_embeddings=8192, architectures=["BertModel"])
+    assert (config.pooling, config.is_encoder, config.max_model_len) == ("embed", True, 4096)
+    assert config.max_num_batched_tokens == 4096
+    assert not (config.enable_prefix_caching or config.keeps_kv_cache)
+    assert pooling_of(config) == ("cls", True)
+    config = encoder(tmp_path, model_type="xlm-roberta", architectures=["XLMRobertaForSequenceClassification"])
+    assert (config.pooling, config.max_model_len) == ("classify", 510)  # positions begin behind that of padding
+    assert encoder(tmp_path, model_type="roberta", pad_token_id=0).max_model_len == 511
+
+
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
+        ({"pooling_mode_cls_token": True}, "cls"),
+        ({"pooling_mode": "mean"}, "mean"),
+        ({"word_embedding_dimension": 8}, "cls"),
+        ({"pooling_mode_max_tokens": True}, ""),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, ""),
+    ],
+)
+def test_encoder_pools_as_sentence_transformers_say(tmp_path: Path, fields: dict[str, Any], mode: str) -> None:
+    (tmp_path / "modules.json").write_text(modules("Transformer", "Pooling"))
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(fields))
+    config = encoder(tmp_path)
+    if mode:
+        assert pooling_of(config) == (mode, False)
+        return
+    with pytest.raises(ValueError, match=r"asks for pooling by .*: supported are cls and mean and lasttoken"):
+        pooling_of(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "words"),
+    [
+        ({}, {"runner": "generate"}, "attend both ways, and generate nothing: --runner pooling"),
+        ({"architectures": ["BertForTokenClassification"]}, {}, "supported are BertModel, BertForMaskedLM"),
+        ({"architectures": ["BertModel"]}, {"convert": "classify"}, "supported are BertForSequenceClassification"),
+        ({}, {"tensor_parallel_size": 2}, "expected tensor_parallel_size 1, got 2"),
+        ({}, {"lora": LoraConfig(enable_lora=True)}, "LoRA adapters are not supported"),
+        ({"position_embedding_type": "relative_key"}, {}, "position_embedding_type 'relative_key'"),
+    ],
+)
+def test_encoder_that_cannot_be_served_is_refused_by_name(
+    tmp_path: Path, fields: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    config = encoder(tmp_path, **fields)
+    changes = {"runner": "pooling", **options}
+    with pytest.raises(ValueError, match=words):
+        require_encoder(msgspec.structs.replace(config, **changes))
+
+
+def test_classifiers_with_several_labels_or_other_activations_are_refused(tmp_path: Path) -> None:
+    architectures = ["BertForSequenceClassification"]
+    for fields, is_logistic in (
+        ({"id2label": {"0": "LABEL_0"}}, True),
+        ({"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, False),
+        ({"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, True),
+    ):
+        assert is_sigmoid(encoder(tmp_path, architectures=architectures, **fields)) == is_logistic
+    for fields, words in (
+        ({"id2label": {"0": "a", "1": "b"}}, "has 2 labels"),
+        ({}, "has 2 labels"),
+        ({"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.GELU"}, "names the activation"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            is_sigmoid(encoder(tmp_path, architectures=architectures, **fields))
+
+
+def test_tokenizer_neither_cuts_nor_pads_what_its_file_would(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    cut = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
+    pad = {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+    path.write_text(json.dumps({**fields, "truncation": cut, "padding": {**pad, "pad_token": "s"}}))
+    assert load_tokenizer(EngineConfig(model=str(tmp_path))).encode("sss").ids == [1, 1, 1]
 
 
 def test_ids_of_no_and_yes_are_those_of_the_tokenizer(tmp_path: Path) -> None:

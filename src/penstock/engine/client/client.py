@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock import ClosedError, DecodeError, PeerDied
+from penstock.engine.client.adapter_loader import AdapterLoader
 from penstock.engine.client.blame import Blame
 from penstock.engine.client.groups import CoreSenders, GroupLost, GroupReturn, NoGroupServes, Router
 from penstock.engine.client.migration import Migration, ModelChanged
@@ -32,6 +33,7 @@ from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.protocol.columns import Input, columns_of_inputs
 from penstock.engine.protocol.messages import (
     MAX_REQUESTS,
+    AdapterState,
     ChunkFormat,
     Delta,
     Failed,
@@ -103,6 +105,7 @@ class Client:
         self.queue_counters = QueueCounters() if queue_counters is None else queue_counters
         self._group_return = GroupReturn(cluster.config, self._board, self.queue_counters, lambda: self.can_submit)
         self._router = Router()
+        self.adapters = AdapterLoader(index, len(cluster.inboxes), self._cores, lambda: self.serving_groups)
         self._store = cluster.store
         self._streams: dict[int, OutputStream] = {}
         self._open = [0] * len(cluster.inboxes)  # open requests of this client, by group
@@ -415,7 +418,9 @@ class Client:
         ]
         self._lose(streams, str(death))
 
-    def _dispatch(self, message: Delta | Failed) -> None:
+    def _dispatch(self, message: Delta | Failed | AdapterState) -> None:
+        if isinstance(message, AdapterState):
+            return self.adapters.on_state(message)
         if isinstance(message, Failed):
             stream = self._streams.get(message.request)
             if stream is None:

@@ -23,7 +23,7 @@ from penstock.engine.cluster.migration_counters import QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Abort, Submit
+from penstock.engine.protocol.messages import Abort, AdapterChange, Submit
 
 REMEMBERED = 1 << 15  # prefixes and images, 10 bytes each
 SLACK = 8  # a group may have so many requests, and a fourth, more than the least loaded before affinity is given up
@@ -81,7 +81,7 @@ class CoreSenders:
     def mark_dead(self, group: int, incarnation: int) -> None:
         self._dead[group] = max(self._dead[group], incarnation)
 
-    async def send(self, place: Placement, message: Submit | Abort, until: float = math.inf) -> None:
+    async def send(self, place: Placement, message: Submit | Abort | AdapterChange, until: float = math.inf) -> None:
         """Sends a message to a group. Raises GroupLost if that is dead, EngineError if it does not receive in time."""
         deadline = min(until, time.monotonic() + SEND_TIMEOUT)
         while True:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from penstock import ChannelError, PeerDied, Receiver, Sender, WouldBlock
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
-from penstock.engine.protocol.messages import Delta, Failed
+from penstock.engine.protocol.messages import AdapterState, Delta, Failed
 
 T = TypeVar("T")
 NAMELESS = "?"  # name in a PeerDied when the place of the dead peer has been taken since
@@ -25,7 +25,7 @@ MAX_KEPT = 1 << 14  # messages for one server: more than a minute of steps of 5 
 
 TOO_SLOW = 503, "the server read the chunks of this request too slowly"  # status and reason
 
-Answer: TypeAlias = Delta | Failed
+Answer: TypeAlias = Delta | Failed | AdapterState
 
 
 def is_stale_death(me: ProcessId, death: PeerDied) -> bool:

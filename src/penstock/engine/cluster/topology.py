@@ -14,6 +14,7 @@ import penstock
 from penstock import LongRecords, MemoryOptions, Store, lowlevel
 from penstock.bridge import PullChannels
 from penstock.channel import Channel
+from penstock.engine.cluster.adapter_registry import AdapterRegistry
 from penstock.engine.cluster.blame_ledger import BlameLedger
 from penstock.engine.cluster.kept_memory import KVFiles
 from penstock.engine.cluster.node_weights import NodeWeights, WeightFile
@@ -58,6 +59,7 @@ class Cluster:
     kv_files: tuple[KVFiles | None, ...]  # of each group; None: its KV cache is not kept
     node_weights: NodeWeights | None = None  # in the launcher, where workers share weights
     weights: WeightFile | None = None  # in a worker
+    adapters: AdapterRegistry | None = None  # where LoRA is enabled
     rendezvous: Rendezvous | None = None  # in a worker that shares its model with other ranks: where they meet
 
     @classmethod
@@ -78,6 +80,7 @@ class Cluster:
             _open_pulls(config) if config.is_headless and config.store_nbytes else (),
             _open_kv_files(config) if config.keeps_kv_cache else (),
             NodeWeights(Path(config.model)) if has_weights and config.share_weights else None,
+            adapters=AdapterRegistry.of(config.lora.adapters) if config.lora.enable_lora else None,
         )
 
     @property
@@ -108,6 +111,8 @@ class Cluster:
                 files.close()
         if self.node_weights is not None:
             self.node_weights.close()
+        if self.adapters is not None:
+            self.adapters.close()
         self.board.close()
         self.verdicts.close()
         self.blame.close()

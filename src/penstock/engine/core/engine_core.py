@@ -22,6 +22,7 @@ from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
+from penstock.engine.core.adapter_changes import AdapterChanges, adapter_errors
 from penstock.engine.core.admission_gate import AdmissionGate
 from penstock.engine.core.await_members import await_members, await_receivers, require_one_model
 from penstock.engine.core.in_flight_requests import InFlightRequests
@@ -36,6 +37,8 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import (
     MAX_REQUESTS,
     Abort,
+    AdapterChange,
+    AdapterState,
     Begin,
     Failed,
     OutputReady,
@@ -118,6 +121,10 @@ class EngineCore:
         self._await_receivers()
         cache = open_cache(self._cluster.kv_files_of(self._me.group), ready, batch, self._row)
         self._scheduler = Scheduler(batch, SchedulerConfig.of(config, ready), cache)
+        registry = self._cluster.adapters
+        self._scheduler.adapters = adapter_errors(ready, () if registry is None else registry.read().unloaded)
+        broadcast = partial(self._steps.send, timeout=config.step_timeout)
+        self._adapters = AdapterChanges(self._scheduler, len(ready), broadcast, self._outbox.send)
         self._batch = batch
         self._in_flight_requests = InFlightRequests(self._cluster, self._me, batch.slots, self._outputs.undelivered)
         self._sequence = SequenceSender(self._steps)
@@ -201,6 +208,8 @@ class EngineCore:
             for _ in range(MAX_RECEIVED):
                 self._receive(self._inbox.receive_nowait)
         self._admit()
+        if self._adapters.leaving:
+            self._adapters.release()
 
     def _admit(self) -> None:
         """Passes requests to the scheduler, but for those that have to wait."""
@@ -260,7 +269,10 @@ class EngineCore:
     def _is_of_another(self, message: Any) -> bool:
         """Returns whether a server sent this message as another server. Output processors send for all servers."""
         server = self._inbox.source
-        return isinstance(message, Submit | Abort) and message.server != server < self._config.api_server_count
+        return (
+            isinstance(message, Submit | Abort | AdapterChange)
+            and message.server != server < self._config.api_server_count
+        )
 
     def _dispatch(self, message: Any) -> None:
         if not self._is_of_another(message):
@@ -291,6 +303,10 @@ class EngineCore:
                 scheduler.abort(message.server, request, sample)
         elif isinstance(message, OutputReady):
             self._attach_output(message)
+        elif isinstance(message, AdapterChange):
+            self._adapters.begin(message)
+        elif isinstance(message, AdapterState):
+            self._adapters.on_state(message)
         elif isinstance(message, Stop):
             self._is_stopped = True
 

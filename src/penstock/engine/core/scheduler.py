@@ -41,6 +41,7 @@ from penstock.engine.protocol.messages import Ints, Step, StepDone, Submit, Toke
 
 AHEAD = 2  # blocks are given up to half a block of tokens early: to many rows at once, and not in every step
 _sort_key = attrgetter("sort_key")
+NO_ADAPTER = "this engine has no LoRA adapter of this content: it was unloaded, or nodes have different files"
 SPARE = 100  # a newcomer leaves one block in so many to running samples; it would soon be preempted for them
 
 
@@ -77,6 +78,7 @@ class Scheduler:
         # ── steps ──
         self._newly_scheduled: list[int] = []  # slots that join with the step that is being planned, or get blocks
         self._adapters = Counter[bytes]()  # how many slots have each adapter
+        self.adapters: dict[bytes, str] = {}  # why requests with an adapter are refused; "": they are not
         self._removed_slots: set[int] = set()  # rows that do not run in that step any more
         self._awaiting_result: set[int] = set()  # rows that compute nothing: all of their tokens are sampled
         self.open_samples = 0  # that have not ended
@@ -94,8 +96,8 @@ class Scheduler:
         """Queues a request. `queued_ns`: when it came. Raises RequestRefused if it can never run."""
         config, number = self._config, (submit.server, submit.request)
         check_submit(submit, config.max_model_len, config.vocabulary, config.eos_ids)
-        if submit.adapter and submit.adapter not in config.adapters:
-            raise RequestRefused(400, "this engine has no LoRA adapter of this content: nodes have different files")
+        if submit.adapter and (error := self.adapters.get(submit.adapter, NO_ADAPTER)):
+            raise RequestRefused(404, error)
         if number in self._requests:
             raise RequestRefused(409, f"request {number[1]} of server {number[0]} is open already")
         self._submitted += 1
@@ -131,6 +133,10 @@ class Scheduler:
     def forget_output(self, output: int) -> None:
         """Drops messages due to a dead output processor, which the next life must not get."""
         self._tokens.forget(output)
+
+    def has_adapter(self, digest: bytes) -> bool:
+        """Returns whether an open request has an adapter."""
+        return any(request.adapter == digest for request in self._requests.values())
 
     @property
     def in_flight(self) -> int:
@@ -322,6 +328,8 @@ class Scheduler:
             before = sample, self.cache.num_free, rows > 0
             if before == self._refused:
                 return  # nothing has changed
+            if self._config.computes_whole and self._known(sample) > budget:
+                return  # the next step has room
             hashes = sample.chain[HASH_NBYTES:] if sample.slot is None else self._in_flight.hashes(sample.slot)
             cached = self.cache.match(hashes[: (self._known(sample) - 1) // self._size * HASH_NBYTES])
             needed = self._blocks_for(sample) - cached.size

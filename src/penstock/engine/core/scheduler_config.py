@@ -22,8 +22,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_short_prompt: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
     full_step_tokens: int | None = None  # of prompts, with which a step admits no more of them; None: no limit
     output_processors: int = 1
-    adapters: frozenset[bytes] = frozenset()  # `Submit.adapter` of the requests that may run
     max_loras: int | None = None  # adapters in a batch; None: no limit
+    computes_whole: bool = False  # all tokens of a prompt in one step: its tokens attend both ways
     repeats_singly: bool = False  # ids of the last block of a resumed sample are computed one a step, as before
 
     @classmethod
@@ -39,7 +39,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             max_short_prompt=ready[0].max_short_prompt,
             full_step_tokens=ready[0].full_step_tokens,
             output_processors=max(1, config.output_processors),
-            adapters=frozenset(config.lora.digests),
             max_loras=config.lora.max_loras,
+            computes_whole=config.is_encoder,
             repeats_singly=all(message.kv_epoch is not None and message.dtype != "float32" for message in ready),
         )

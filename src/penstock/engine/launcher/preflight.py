@@ -20,7 +20,14 @@ from penstock.engine.cluster.adapter_files import base_shapes, require_adapter
 from penstock.engine.cluster.cuda_devices import Devices, cuda_devices, torch_build, uuid_digits
 from penstock.engine.cluster.numa import require_node
 from penstock.engine.cluster.weight_files import read_weights
-from penstock.engine.model_dir import expected, read_config, require_family, require_pooling, tokenizer_path
+from penstock.engine.model_dir import (
+    expected,
+    read_config,
+    require_encoder,
+    require_family,
+    require_pooling,
+    tokenizer_path,
+)
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker.weight_slices import HeadSlices
 
@@ -55,6 +62,8 @@ def require_model(config: EngineConfig) -> None:
     if not path.exists():
         raise ValueError(f"{path} is missing: expected the directory of a model, with its config.json")
     whole, text = read_config(path)
+    if config.is_encoder:
+        require_encoder(config)
     require_family(
         str(whole.get("model_type")),
         _convert(whole.get("architectures") or [], list[str], f"architectures of {path}"),

@@ -162,8 +162,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine makes of a prompt: generate makes an answer, pooling a vector or a score; auto is pooling for a
     model with modules.json, as sentence-transformers writes it"""
     convert: Annotated[str, Option("model", choices=("auto", "none", "embed", "classify"))] = "auto"
-    """What pooling makes: embed makes a vector, the hidden state of the last position; classify makes a score, the
-    probability of yes before no; auto is embed"""
+    """What pooling makes: embed makes a vector of the hidden states; classify makes a score, by the classifier of the
+    model, or as the probability of yes before no; auto is classify for a model with a classifier, else embed"""
     enforce_eager: Annotated[bool, Option("model")] = False
     """Run every step eagerly on a CUDA device; steps are not replayed from CUDA graphs"""
     device: Annotated[str, Option("model", metavar="DEVICE")] = "cpu"
@@ -231,6 +231,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that end a sample, besides those that the model's own files name"""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """Sampling defaults of requests, which `with_model_defaults` reads from the model"""
+    is_encoder: bool = False
+    """Whether the model attends both ways, which `with_model_defaults` reads: each prompt is computed in one step"""
     store_nbytes: Annotated[
         int,
         Option(
@@ -385,8 +387,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.convert == "none":
             raise ValueError("expected convert embed or classify with runner 'pooling', got 'none'")
-        if self.lora.lora_modules:
-            raise ValueError("lora_modules are not supported with runner 'pooling'")
         if self.simulated is not None or self.device != "cpu" or self.nodes is not None:
             raise ValueError("runner 'pooling' needs a model that CPUs of this machine compute")
 

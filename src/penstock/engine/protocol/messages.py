@@ -139,6 +139,17 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 # ── core → workers, by broadcast ─────────────────────────────────────────────────────────────────────────────────────
+class AdapterChange(msgspec.Struct, array_like=True, frozen=True):
+    """A LoRA adapter for all ranks of a group to load, or to unload. The core passes the change on to the workers."""
+
+    server: Natural
+    number: Natural  # of the change, among those of this server
+    name: str
+    path: str
+    digest: bytes  # `Adapter.digest`
+    is_loaded: bool  # False: the adapter is unloaded, when no request of the group has it any more
+
+
 class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """Requests that join a slot, a row each. A request that leaves in the same step may free the slot."""
 
@@ -215,6 +226,16 @@ class Stop(msgspec.Struct, array_like=True, frozen=True):
 
 
 # ── worker → core: Ready by the core's inbox, StepDone by the ring of rank 0 ─────────────────────────────────────────
+class AdapterState(msgspec.Struct, array_like=True, frozen=True):
+    """Whether an adapter can be used: on a rank, or, from the core to a server, on all ranks."""
+
+    digest: bytes
+    error: str = ""  # why not; "": it can
+    rank: Natural = 0
+    server: Natural = 0  # of the change, as `number`
+    number: Natural = 0
+
+
 class Ready(msgspec.Struct, array_like=True, frozen=True):
     """From a worker: it has loaded the model, has room for so many blocks, and knows the ids below `vocabulary`."""
 
@@ -226,6 +247,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     dtype: str = "float32"  # of the model
     kv_epoch: bytes | None = None  # of the rank's pages, which outlive the worker; None: they do not
     full_step_tokens: Natural | None = None  # see `Device.full_step_tokens`
+    adapters: tuple[AdapterState, ...] = ()  # that the rank has loaded, or could not load
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -427,9 +449,9 @@ class LossReport(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 # The messages of each channel; the index in the list is the number on the wire.
-INBOX = Submit | Abort | Ready | OutputReady | Stop
-STEPS = Step | Begin | Stop
+INBOX = Submit | Abort | Ready | OutputReady | Stop | AdapterChange | AdapterState
+STEPS = Step | Begin | Stop | AdapterChange
 RESULTS = StepDone
 TOKENS = Tokens | Stop
-DELTAS = Delta | Failed
+DELTAS = Delta | Failed | AdapterState
 LOSSES = LossReport

@@ -22,7 +22,8 @@ from penstock.engine.worker.stock import SiLUActivation
 PANEL = 16  # outputs of a panel of packed weights
 ALIGNED = 32  # elements: 64 bytes
 FLOAT32_KERNELS = ("amx", "avx512_bf16", "avx512", "avx2")  # faster than torch in float32, but for AVX2 with 256 rows
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of a module with the same input
+# Layers of a module with the same input.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"))
 MLP = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}  # layers of a gated MLP, their sizes in a trial
 
 

@@ -12,11 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.engine.protocol.batch_state import BatchState
-from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, PromptLogprobs, Step
+from penstock.engine.protocol.columns import Index
+from penstock.engine.protocol.messages import (
+    AdapterChange,
+    AdapterState,
+    FinishReason,
+    Ints,
+    Logprobs,
+    PromptLogprobs,
+    Step,
+)
 from penstock.tensor import Handle, Lease
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these import torch and llguidance
+    from torch import Tensor
+
     from penstock.engine.worker.grammars import Grammars, TokenMasks
+    from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs
+    from penstock.engine.worker.sampler import SampledTokens
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,45 @@ class PendingStep(Protocol):
 
     def result(self) -> SamplerOutput:
         """Blocks until the step is done. Another thread than the one of `launch` may call it."""
+
+
+class TorchPendingStep:
+    """A step of a CPU: it is done when `launch` returns."""
+
+    def __init__(
+        self,
+        ids: Tensor,
+        slots: Index,
+        chosen: SampledTokens | None,
+        failed: dict[int, FinishReason],
+        prompts: tuple[PendingPromptLogprobs, ...] = (),
+        vectors: tuple[Handle, ...] = (),
+    ) -> None:
+        """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
+        self._prompts, self._vectors = prompts, vectors
+        self.device_ids = ids
+        self._slots = slots
+        self._chosen = chosen
+        self._failed = failed
+
+    def is_done(self) -> bool:
+        return True
+
+    def ids(self) -> Ints:
+        """Returns the sampled ids."""
+        ids: Ints = self.device_ids.numpy()
+        return ids
+
+    def result(self) -> SamplerOutput:
+        failed, logprobs = self._failed, None
+        if self._chosen is not None:
+            failed_rows = self._chosen.failed(self._slots)
+            failed = (
+                failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
+            )
+            logprobs = self._chosen.logprobs()
+        prompts = tuple(part.result() for part in self._prompts)
+        return SamplerOutput(self.ids(), logprobs, failed, prompts, self._vectors)
 
 
 class Device(Protocol):
@@ -85,6 +137,13 @@ class Device(Protocol):
     @property
     def tune_after(self) -> float | None:
         """Returns the seconds without a step after which `tune` is due; None: never."""
+
+    @property
+    def adapters(self) -> tuple[AdapterState, ...]:
+        """Returns the LoRA adapters that the device has loaded, and those that it could not load."""
+
+    def change_adapter(self, change: AdapterChange) -> str:
+        """Loads or unloads an adapter, between two steps. Returns why that fails; "": it does not."""
 
     def tune(self) -> None:
         """Measures on an idle machine what other processes have disturbed. Blocks for less than a second or two."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from logging import ERROR
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -99,32 +100,96 @@ class LayerPlace(NamedTuple):
 Adapted: TypeAlias = "tuple[LayerPlace, AdaptedProduct]"
 
 
-def set_adapters(layer: CpuLayer, module: Any, places: Mapping[tuple[int, str], Adapted]) -> None:
-    """Gives a native layer the adapters of its four products."""
+def set_adapter(layer: CpuLayer, module: Any, number: int, places: Mapping[tuple[int, str], Adapted]) -> None:
+    """Gives a native layer an adapter of its four products."""
     attention, mlp = module.self_attn, module.mlp
     shared = attention.q_proj.forward.shared
     owners = (shared, "product"), (attention.o_proj, "forward"), (mlp, "forward"), (mlp.down_proj, "forward")
     for index, (owner, name) in enumerate(owners):
-        if (id(owner), name) in places:
-            for number, (a, b) in places[id(owner), name][1].factors.items():
-                layer.native.set_adapter(number, index, a.forward.packed, b.forward.packed)
+        factors = places[id(owner), name][1].factors.get(number) if (id(owner), name) in places else None
+        if factors is not None:
+            layer.native.set_adapter(number, index, factors.a.forward.packed, factors.b.forward.packed)
 
 
 class LoadedAdapters:
-    """The adapters of a model on this rank, with numbers from 1 in the order of the config."""
+    """The adapters of a model on this rank, with numbers from 1. They change between steps only."""
 
-    def __init__(self, decoder: Any, digests: Sequence[bytes], places: Mapping[tuple[int, str], Adapted]) -> None:
-        self._numbers = {digest: number for number, digest in enumerate(digests, 1)}
-        self._products = [product for _, product in places.values()]
-        self._swaps = []
-        for place, product in places.values():
+    def __init__(self, stock: Any, slices: Mapping[str, WeightSlice], device: torch.device) -> None:
+        self._decoder = stock.get_decoder()
+        self._prefix = next(name for name, module in stock.named_modules() if module is self._decoder)
+        self._slices, self._dtype, self._device = slices, stock.dtype, device
+        self._numbers: dict[bytes, int] = {}
+        self._places: dict[tuple[int, str], Adapted] = {}
+        self._layers = [(module, vars(module).get("forward")) for module in self._decoder.modules()]
+        self._swaps: list[tuple[dict[str, Any], str, Any]] = []
+        self.errors: dict[bytes, str] = {}  # why adapters are not loaded
+
+    @property
+    def digests(self) -> list[bytes]:
+        return [*self._numbers, *self.errors]
+
+    def load(self, adapter: Adapter) -> str:
+        """Loads this rank's part of an adapter. Returns why that fails: the adapter does not fit the model, or the
+        files are not those that were read before; "": the adapter is loaded."""
+        if adapter.digest in self._numbers:
+            return ""
+        self.errors.pop(adapter.digest, None)
+        try:
+            parts = self._read_parts(adapter)
+        except (ValueError, OSError) as error:
+            self.errors[adapter.digest] = str(error)
+            event("adapter not loaded", ERROR, adapter=adapter.name, reason=error)
+            return str(error)
+        number = min(set(range(1, len(self._numbers) + 2)) - set(self._numbers.values()))
+        self._numbers[adapter.digest] = number
+        added: list[nn.Linear] = []
+        for key, layers in parts.items():
+            _, product = self._places[key]
+            product.factors[number] = _together(layers, product.outputs, self._dtype, self._device)
+            added += product.factors[number]
+        if self._device.type == "cpu":
+            pack_linears(nn.ModuleList(added))
+        for module, layer in self._layers:
+            if isinstance(layer, CpuLayer):
+                set_adapter(layer, module, number, self._places)
+        self._find_swaps()
+        event("adapter loaded", adapter=adapter.name, products=len(parts))
+        return ""
+
+    def unload(self, digest: bytes) -> None:
+        """Frees an adapter that no row has, if it is there."""
+        self.errors.pop(digest, None)
+        number = self._numbers.pop(digest, None)
+        if number is None:
+            return
+        for _, product in self._places.values():
+            product.factors.pop(number, None)
+        for _, layer in self._layers:
+            if isinstance(layer, CpuLayer):
+                layer.native.remove_adapter(number)
+
+    def _read_parts(self, adapter: Adapter) -> dict[tuple[int, str], list[tuple[LayerPlace, Tensor, Tensor]]]:
+        """Returns what this rank adds to each product. Raises ValueError and OSError."""
+        parts: dict[tuple[int, str], list[tuple[LayerPlace, Tensor, Tensor]]] = {}
+        tensors, low_ranks = read_adapter(adapter)
+        for low_rank in low_ranks:
+            place = find_place(self._decoder, low_rank.layer, adapter)
+            key = id(place.owner), place.name
+            if key not in self._places:
+                self._places[key] = place, _adapted(place)
+            cut = self._slices.get(f"{self._prefix}.{low_rank.layer}.weight")
+            a, b = _own_part(self._decoder.get_submodule(low_rank.layer), tensors, low_rank, cut)
+            parts.setdefault(key, []).append((place, a, b))
+        return parts
+
+    def _find_swaps(self) -> None:
+        self._swaps.clear()
+        for place, product in self._places.values():
             is_gated = isinstance(getattr(place.owner, place.name), GatedMlp)
             self._swaps.append((vars(place.owner), place.name, GatedMlp(product, place.owner) if is_gated else product))
-        for module in decoder.modules():
-            layer = vars(module).get("forward")
-            if isinstance(layer, CpuLayer):
-                set_adapters(layer, module, places)
-                self._swaps.append((vars(module), "forward", layer.stock))  # where modules compute, all of them do
+        native = ((module, layer) for module, layer in self._layers if isinstance(layer, CpuLayer))
+        # Where modules compute, all of them do.
+        self._swaps += [(vars(module), "forward", layer.stock) for module, layer in native]
 
     def number_of(self, digest: bytes | None) -> int:
         """Returns the number of an adapter; of None: 0. Raises RuntimeError for an adapter that this rank lacks."""
@@ -139,7 +204,7 @@ class LoadedAdapters:
     def applied(self, runs: Sequence[AdapterRun], tokens: int) -> Iterator[None]:
         """Lets the modules of the decoder compute a step of so many tokens with their adapters."""
         before = [attributes.get(name) for attributes, name, _ in self._swaps]
-        for product in self._products:
+        for _, product in self._places.values():
             product.runs, product.tokens = runs, tokens
         for attributes, name, replacement in self._swaps:
             attributes[name] = replacement
@@ -156,32 +221,13 @@ class LoadedAdapters:
 def load_adapters(
     stock: Any, adapters: Sequence[Adapter], slices: Mapping[str, WeightSlice], device: torch.device
 ) -> LoadedAdapters:
-    """Loads this rank's part of the adapters of a loaded model. Raises ValueError if an adapter does not fit the model,
-    or its files are not those that were read before; and OSError."""
-    decoder = stock.get_decoder()
-    prefix = next(name for name, module in stock.named_modules() if module is decoder)
-    places: dict[tuple[int, str], Adapted] = {}
-    for number, adapter in enumerate(adapters, 1):
-        parts: dict[tuple[int, str], list[tuple[LayerPlace, Tensor, Tensor]]] = {}
-        tensors, low_ranks = read_adapter(adapter)
-        for low_rank in low_ranks:
-            place = find_place(decoder, low_rank.layer, adapter)
-            key = id(place.owner), place.name
-            if key not in places:
-                places[key] = place, _adapted(place)
-            cut = slices.get(f"{prefix}.{low_rank.layer}.weight")
-            a, b = _own_part(decoder.get_submodule(low_rank.layer), tensors, low_rank, cut)
-            parts.setdefault(key, []).append((place, a, b))
-        for key, layers in parts.items():
-            product = places[key][1]
-            product.factors[number] = _together(layers, product.outputs, stock.dtype, device)
-    factors = [each for _, product in places.values() for each in product.factors.values()]
-    if device.type == "cpu":
-        pack_linears(nn.ModuleList(layer for each in factors for layer in each))
-    event("adapters loaded", adapters=len(adapters), products=len(places))
+    """Loads this rank's part of the adapters of a loaded model. `LoadedAdapters.errors` names those that fail."""
+    loaded = LoadedAdapters(stock, slices, device)
+    for adapter in adapters:
+        loaded.load(adapter)
     if device.type == "cuda":
         event("steps with adapters run modules", why="the kernels of layers, and graphs, know no adapters")
-    return LoadedAdapters(decoder, [adapter.digest for adapter in adapters], places)
+    return loaded
 
 
 def read_adapter(adapter: Adapter) -> tuple[dict[str, Tensor], list[LowRank]]:
@@ -189,7 +235,9 @@ def read_adapter(adapter: Adapter) -> tuple[dict[str, Tensor], list[LowRank]]:
     directory = Path(adapter.path)
     weights = (directory / WEIGHTS).read_bytes()
     if digest_of((directory / SETTINGS).read_bytes(), weights) != adapter.digest:
-        raise ValueError(f"{directory}: the LoRA adapter {adapter.name!r} is not the one with which the engine started")
+        raise ValueError(
+            f"the LoRA adapter {adapter.name!r} is not the one that was loaded: {directory} has other files"
+        )
     tensors = load_tensors(weights)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return tensors, find_low_ranks(directory, shapes, read_settings(directory))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.cluster.logs import event
-from penstock.engine.model_dir import VISION, require_family
+from penstock.engine.model_dir import ENCODERS, VISION, require_family
 from penstock.engine.protocol.config import require_dtype
 from penstock.engine.protocol.lora import Adapter
 from penstock.engine.worker import rope, weight_loader
@@ -31,6 +31,7 @@ from penstock.engine.worker.shared_weights import SharedWeights
 from penstock.engine.worker.stock import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -193,14 +194,14 @@ def load(
     ranks: TPGroup,
     device: torch.device,
     dtype: str = "auto",
-    adapters: Sequence[Adapter] = (),
+    adapters: Sequence[Adapter] | None = None,
     shared: SharedWeights | None = None,
     *,
     has_head: bool = True,
 ) -> LoadedModel:
-    """Loads this rank's shard of a model, and of its adapters. `dtype`: "auto" for that of config.json. `shared`:
-    weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden states as `logits`; the
-    files need no weights of the head.
+    """Loads this rank's shard of a model, and of its adapters; None: LoRA is not enabled. `dtype`: "auto" for that of
+    config.json. `shared`: weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden
+    states as `logits`; the files need no weights of the head.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
     """
@@ -233,7 +234,7 @@ def load(
         replace_attentions(stock)
         if ranks.size == 1:  # hooks of the parts of a layer add up what several ranks have
             replace_layers(stock)
-    loaded = load_adapters(stock, adapters, slices, device) if adapters else None
+    loaded = None if adapters is None else load_adapters(stock, adapters, slices, device)
     sums_attention = ranks.size == 1 or outputs_are_summed(stock, slices)
     model = LoadedModel(stock, ranks, device, sums_attention=sums_attention, adapters=loaded)
     event("model is loaded", DEBUG)
@@ -243,9 +244,11 @@ def load(
 def import_family(path: Path) -> None:
     """Imports the modules of a model's family."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    is_vision = config.model_type in VISION
+    mapping: Any = MODEL_MAPPING if config.model_type in ENCODERS else MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.model_type in VISION:
+        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     with torch.device("meta"), without_compiler():
-        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+        mapping[type(config)]
         torch.empty(1).normal_()  # imports reference operators and sympy, which take 0.6 s
 
 

@@ -24,7 +24,7 @@ from penstock.engine.cluster.node_weights import WeightFile
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.lora import Adapter
-from penstock.engine.protocol.messages import FinishReason, Ints, Step
+from penstock.engine.protocol.messages import AdapterChange, AdapterState, FinishReason, Ints, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_decoder import AdapterRun
@@ -39,7 +39,7 @@ from penstock.engine.worker.cpu_threads import (
     share,
     tune_threads,
 )
-from penstock.engine.worker.device import EncodingCounts, LazyGrammars, PendingStep, SamplerOutput
+from penstock.engine.worker.device import EncodingCounts, LazyGrammars, PendingStep, TorchPendingStep
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import Open, register_store
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
@@ -48,7 +48,7 @@ from penstock.engine.worker.lora import adapter_runs
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
 from penstock.engine.worker.pooler import Pooler
 from penstock.engine.worker.prompt_logprobs import MAX_ROWS, PendingPromptLogprobs, PromptScorer
-from penstock.engine.worker.sampler import SampledTokens, Sampler
+from penstock.engine.worker.sampler import Sampler
 from penstock.engine.worker.shared_weights import SharedWeights
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.vision_encoder import EncoderCache
@@ -91,7 +91,7 @@ class ModelRunner:
         encoder: EncoderOptions | None = None,
         takes_embeds: bool = False,
         kv_file: MemoryFile | None = None,
-        adapters: Sequence[Adapter] = (),
+        adapters: Sequence[Adapter] | None = None,
         weight_file: WeightFile | None = None,
         pooler: Pooler | None = None,
         store: Store | None = None,
@@ -101,8 +101,8 @@ class ModelRunner:
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records steps
         of a CUDA device as graphs; None: they run without. `encoder`: see `encoding_exchange`. `takes_embeds`:
         prompts may be embeddings. `kv_file`, `weight_file`: of the launcher, for keys and values and for weights that
-        outlive this process. `adapters`: requests may have one of them. `pooler`: makes vectors of prompts, in place of
-        the sampler, on a CPU. `store`: of images, from which a CUDA device copies.
+        outlive this process. `adapters`: requests may have one of them; None: LoRA is not enabled. `pooler`: makes
+        vectors of prompts, in place of the sampler, on a CPU. `store`: of images, from which a CUDA device copies.
 
         Raises ValueError if the model is not supported, or there is no room for one block, and RuntimeError if its
         files change meanwhile.
@@ -182,6 +182,22 @@ class ModelRunner:
             sizes = StepSizes(slots, per_request, token_budget, axes, step_nbytes)
             self._cuda = CudaSteps(self._model, self._memory, recorder, sizes, self._sampler)
 
+    @property
+    def adapters(self) -> tuple[AdapterState, ...]:
+        loaded = self._model.adapters
+        return (
+            () if loaded is None else tuple(AdapterState(each, loaded.errors.get(each, "")) for each in loaded.digests)
+        )
+
+    @torch.inference_mode()
+    def change_adapter(self, change: AdapterChange) -> str:
+        if self._model.adapters is None:
+            return "LoRA is not enabled: --enable-lora"
+        if change.is_loaded:
+            return self._model.adapters.load(Adapter(change.name, change.path, change.digest))
+        self._model.adapters.unload(change.digest)
+        return ""
+
     @torch.inference_mode()  # all of it: a tensor that is created or grown here may be written nowhere else
     def launch(self, batch: BatchState, step: Step) -> PendingStep:
         """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""
@@ -198,7 +214,8 @@ class ModelRunner:
             prompts = self._prompts.score(input_batch, batch, hidden, is_used=self._sampler is not None)
             logits = self._model.logits(hidden[torch.from_numpy(input_batch.last)]) if input_batch.last.size else None
             if logits is not None and self._pooler is not None:
-                return self._pool(self._pooler, logits, batch.sampled, failed)
+                vectors = self._pooler.vectors(logits) if self._ranks.rank == 0 else None
+                return self._pooler.step(vectors, batch.sampled, failed)
         finally:
             set_threads(kernel_threads())  # torch's, too: to sort the logits of random samples
         if logits is None:
@@ -207,16 +224,6 @@ class ModelRunner:
         pending = self._sample(logits, slots, failed, prompts)
         self._tokens.write(slots, batch.computed[slots], pending.device_ids)
         return pending
-
-    def _pool(self, pooler: Pooler, outputs: Tensor, slots: Index, failed: dict[int, FinishReason]) -> TorchPendingStep:
-        """Makes the vectors of a step, on rank 0. `outputs`: logits, or hidden states of a model without its head."""
-        ids = torch.zeros(slots.size, dtype=torch.int32)
-        if self._ranks.rank != 0:
-            return TorchPendingStep(ids, slots, None, failed)
-        vectors = pooler.vectors(outputs)
-        wrong = slots[~torch.isfinite(vectors).all(-1).numpy()].tolist()
-        failed = {**dict.fromkeys(wrong, FinishReason.ERROR), **failed}
-        return TorchPendingStep(ids, slots, None, failed, vectors=pooler.put(vectors))
 
     def _sample(
         self, logits: Tensor, slots: Index, failed: dict[int, FinishReason], prompts: tuple[PendingPromptLogprobs, ...]
@@ -417,45 +424,6 @@ class ModelRunner:
         logits = self._model.logits(self._model.hidden(Probe(), tokens, tokens)[: max(slots, MAX_ROWS)])
         torch.log_softmax(logits.float(), dim=-1)
         return torch.cuda.max_memory_allocated(self._device) - before
-
-
-class TorchPendingStep:
-    """A step of a CPU: it is done when `launch` returns."""
-
-    def __init__(
-        self,
-        ids: Tensor,
-        slots: Index,
-        chosen: SampledTokens | None,
-        failed: dict[int, FinishReason],
-        prompts: tuple[PendingPromptLogprobs, ...] = (),
-        vectors: tuple[Handle, ...] = (),
-    ) -> None:
-        """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
-        self._prompts, self._vectors = prompts, vectors
-        self.device_ids = ids
-        self._slots = slots
-        self._chosen = chosen
-        self._failed = failed
-
-    def is_done(self) -> bool:
-        return True
-
-    def ids(self) -> Ints:
-        """Returns the sampled ids."""
-        ids: Ints = self.device_ids.numpy()
-        return ids
-
-    def result(self) -> SamplerOutput:
-        failed, logprobs = self._failed, None
-        if self._chosen is not None:
-            failed_rows = self._chosen.failed(self._slots)
-            failed = (
-                failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
-            )
-            logprobs = self._chosen.logprobs()
-        prompts = tuple(part.result() for part in self._prompts)
-        return SamplerOutput(self.ids(), logprobs, failed, prompts, self._vectors)
 
 
 def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) -> None:

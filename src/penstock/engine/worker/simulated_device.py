@@ -19,7 +19,7 @@ from penstock import DecodeError, Missing
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.config import SimulatedDevice
-from penstock.engine.protocol.messages import FinishReason, Ints, Step
+from penstock.engine.protocol.messages import AdapterChange, AdapterState, FinishReason, Ints, Step
 from penstock.engine.worker.device import EncodingCounts, LazyGrammars, SamplerOutput
 from penstock.tensor import Handle, Lease
 
@@ -162,6 +162,7 @@ class SimulatedRunner:
         self.model = 0
         self.encodings = EncodingCounts()  # it encodes none
         self.tune_after = None
+        self.adapters: tuple[AdapterState, ...] = ()
         self.busy = 0.0
         self.idle = 0.0
         self._config = config
@@ -172,6 +173,9 @@ class SimulatedRunner:
         self._free_at = 0.0  # when the last step that was launched ends
         self._is_awaited = False  # a request of the last step with rows still runs
         self._grammars = LazyGrammars(Path(model), config.vocabulary, end_ids, self._open_handle)
+
+    def change_adapter(self, change: AdapterChange) -> str:
+        return "a simulated device has no weights that an adapter could change"
 
     def tune(self) -> None:
         """Does nothing: no time of this device is measured."""

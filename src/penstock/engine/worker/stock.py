@@ -75,10 +75,13 @@ try:
         from transformers import (
             MODEL_FOR_CAUSAL_LM_MAPPING,
             MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            MODEL_MAPPING,
             AttentionInterface,
             AutoConfig,
+            AutoModel,
             AutoModelForCausalLM,
             AutoModelForImageTextToText,
+            AutoModelForSequenceClassification,
             vision_utils,
         )
         from transformers.activations import SiLUActivation
@@ -98,11 +101,14 @@ finally:
 __all__ = [
     "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_MAPPING",
     "ROPE_INIT_FUNCTIONS",
     "AttentionInterface",
     "AutoConfig",
+    "AutoModel",
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
+    "AutoModelForSequenceClassification",
     "Concatenate",
     "MergeModulelist",
     "SiLUActivation",

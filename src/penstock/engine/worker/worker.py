@@ -29,17 +29,15 @@ from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
-from penstock.engine.model_dir import classifier_ids
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop
+from penstock.engine.protocol.messages import AdapterChange, AdapterState, Begin, Ready, Step, StepDone, Stop
 from penstock.engine.worker.device import Device, PendingStep, SamplerOutput
 from penstock.engine.worker.simulated_device import SimulatedRunner
 
 if TYPE_CHECKING:  # these import torch
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
     from penstock.engine.worker.encoding_exchange import EncoderOptions
-    from penstock.engine.worker.pooler import Pooler
 
 LOOKS = 10_000  # spins of a thread that waits for others: about 0.1 ms. Without any, a short step takes twice as long
 PULL_TIMEOUT = 5.0  # seconds; for a value of the home node
@@ -82,7 +80,15 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
     set_openmp_waits()
     # Imported here: only workers need torch.
     from penstock.engine.worker.model_runner import ModelRunner
+    from penstock.engine.worker.pooler import Pooler
     from penstock.engine.worker.tensor_parallel import TPGroup
+
+    pooler = Pooler.of(config, cluster.store)
+    if config.is_encoder and pooler is not None:
+        from penstock.engine.worker.encoder_runner import EncoderRunner
+
+        await_rendezvous(cluster, me)
+        return EncoderRunner(config, pooler, cluster.weights)
 
     device, files = config.device_of(me.group, me.index), cluster.kv_files_of(me.group)
     event("device is imported", logging.DEBUG)
@@ -108,9 +114,9 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         encoder=encoder_options_of(cluster),
         takes_embeds=config.enable_prompt_embeds,
         kv_file=None if files is None else files.pages[me.index],
-        adapters=config.lora.adapters,
+        adapters=None if cluster.adapters is None else cluster.adapters.read().adapters,
         weight_file=cluster.weights,
-        pooler=pooler_of(cluster),
+        pooler=pooler,
         store=cluster.store,
     )
 
@@ -182,16 +188,6 @@ def encoder_options_of(cluster: Cluster) -> EncoderOptions:
     )
 
 
-def pooler_of(cluster: Cluster) -> Pooler | None:
-    """Returns what makes vectors or scores of prompts; None: the engine generates."""
-    from penstock.engine.worker.pooler import Pooler
-
-    config = cluster.config
-    if not config.pooling:
-        return None
-    return Pooler(cluster.store, classifier_ids(config) if config.pooling == "classify" else None)
-
-
 def recorder_of(config: EngineConfig) -> GraphRecorder | None:
     """Returns the recorder of graphs for this process's device; None: the device is no CUDA device, or
     `enforce_eager` is set, or gloo adds up on the host, which waits for the device."""
@@ -222,7 +218,8 @@ class Worker:
         self._inbox = GroupSender(group.inbox.open_sender(cluster.worker_lane(me.index), name=name), me, patience)
         self._results = GroupSender(group.results.open_sender(name=name), me, patience) if me.index == 0 else None
         facts = device.blocks, device.vocabulary, device.max_short_prompt, device.model, device.dtype, device.kv_epoch
-        ready = Ready(me.index, *facts, device.full_step_tokens)
+        ready = Ready(me.index, *facts, device.full_step_tokens, device.adapters)
+        self._rank = me.index
         self._inbox.send(ready, config.start_timeout)
         event("worker ready", blocks=device.blocks)
         first = self._steps.receive()
@@ -256,6 +253,9 @@ class Worker:
         if isinstance(step, Stop):
             self._is_stopped = True
             return
+        if isinstance(step, AdapterChange):
+            self._change_adapter(step)
+            return
         self._sequence.check(step)  # else the cache would not hold what the core believes
         assert isinstance(step, Step), "Begin is the first message, and has been received"
         self._batch.apply(step)
@@ -264,6 +264,12 @@ class Worker:
         if self._stats is not None:
             self._stats.launched(self._batch, step, began)
         self._pending.add(step, pending)
+
+    def _change_adapter(self, change: AdapterChange) -> None:
+        error = self._device.change_adapter(change)
+        if change.is_loaded:
+            state = AdapterState(change.digest, error, self._rank, change.server, change.number)
+            self._inbox.send(state, self._timeout)
 
     def _answer(self, step: Step, pending: PendingStep) -> None:
         """Sends the result of a step. Blocks until the step is done."""

@@ -10,7 +10,7 @@ import asyncio
 import difflib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -26,9 +26,11 @@ import penstock
 from penstock import Store
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import OutputStream
+from penstock.engine.cluster.adapter_registry import AdapterRegistry
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.media.media_budget import MediaBudget
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.lora import Adapter
 from penstock.engine.protocol.messages import AnswerFormat, ChunkFormat, SamplingParams, Style
 from penstock.engine.text.detokenizer import Vocabulary
 from penstock.engine.text.grammar_fields import Grammar
@@ -60,6 +62,7 @@ from penstock.server.chat.tool_fields import tool_use
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.heap import Heap
 from penstock.server.http import openapi
+from penstock.server.http.adapter_routes import AdapterRoutes
 from penstock.server.http.dashboard import Dashboard
 from penstock.server.http.endpoint import (
     Admission,
@@ -105,8 +108,10 @@ class ApiServer:
         segments: SegmentMetrics | None = None,
         budget: MediaBudget | None = None,
         response_store: Store | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
-        """`budget`: of the media of `reader`; None: a new budget for bodies. `response_store`: of all servers."""
+        """`budget`: of the media of `reader`; None: a new budget for bodies. `response_store`, `adapters`: of all
+        servers."""
         self._config = config
         self._options = options
         self._client = client
@@ -120,7 +125,6 @@ class ApiServer:
         self._dashboard = Dashboard()
         self._name = served_name(config, options)
         self._names = options.served_model_name or (self._name,)
-        self._adapters = {adapter.name: adapter for adapter in config.lora.adapters}
         self._paths: list[str] = []  # of the routes
         self._started = int(time.time())
         self._heap = Heap()
@@ -128,7 +132,9 @@ class ApiServer:
         budget = MediaBudget(options.media_nbytes_in_flight) if budget is None else budget
         self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
         self._grammars = GrammarChecker(reader, bool(config.end_ids))
-        self._pooling = PoolingRoutes(config, options, client, reader, self._bodies, self._row, self._require_model)
+        self._lora = None if adapters is None else AdapterRoutes(config, client, self._bodies, self._names, adapters)
+        checks = self._require_model, self._digest_of
+        self._pooling = PoolingRoutes(config, options, client, reader, self._bodies, self._row, *checks)
         self._formats = AnswerFormats(options, reader.tokenizer.tool_template, reader.tokenizer.tokenizer)
         self._responses = ResponsesRoutes(self, self._bodies, reader, options, self._name, response_store)
         self._messages = MessagesRoutes(self, self._bodies, self._name)
@@ -150,6 +156,7 @@ class ApiServer:
             "/v1/chat/completions": Endpoint(self._admission, "chat", generated(self._chat)),
             "/v1/completions": Endpoint(self._admission, "completions", generated(self._completions)),
             **self._pooling.posts(self._admission),
+            **({} if self._lora is None else self._lora.posts(self._admission)),
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
             "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
             "/v1/responses": Endpoint(self._admission, "responses", generated(self._responses.create)),
@@ -212,6 +219,15 @@ class ApiServer:
             message = f"there is no model {name!r} here, but {' and '.join(map(repr, (*self._names, *self._adapters)))}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self._name
+
+    @property
+    def _adapters(self) -> Mapping[str, Adapter]:
+        return {} if self._lora is None else self._lora.by_name
+
+    def _digest_of(self, model: str | None) -> bytes:
+        """Returns the digest of the adapter that a request names; b"": it names the model."""
+        adapter = self._adapters.get(model or "")
+        return b"" if adapter is None else adapter.digest
 
     # ── what is generated ──
     async def _no_answers(self, request: Request) -> Answer:
@@ -448,7 +464,6 @@ class ApiServer:
         prompt: Prompt,
         chunk_format: ChunkFormat | None,
     ) -> OutputStream:
-        adapter = self._adapters.get(sampling.model or "")
         return await self._client.submit(
             prompt.ids,
             params,
@@ -461,7 +476,7 @@ class ApiServer:
             chunk_format=chunk_format,
             request_id=request_id,
             grammar=grammar,
-            adapter=b"" if adapter is None else adapter.digest,
+            adapter=self._digest_of(sampling.model),
         )
 
     async def _whole(

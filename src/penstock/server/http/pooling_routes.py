@@ -12,7 +12,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError, OutputStream
-from penstock.engine.model_dir import hidden_size_of
+from penstock.engine.model_dir import hidden_size_of, pooling_of, second_text_offset
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Floats, SamplingParams
 from penstock.server.chat.latency_recorder import LatencyRecorder
@@ -32,7 +32,7 @@ from penstock.server.chat.pooling_schema import (
     RerankRequest,
     ScoreRequest,
 )
-from penstock.server.chat.prompt_builder import PromptBuilder
+from penstock.server.chat.prompt_builder import LONG, PromptBuilder
 from penstock.server.chat.prompt_list import separate_prompts
 from penstock.server.chat.request_schema import Conversation
 from penstock.server.chat.streaming import RequestStreams, cancel_on_disconnect, json_response
@@ -41,6 +41,7 @@ from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoin
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, Served
 
+Input: TypeAlias = str | list[int] | tuple[str, str]  # a text, ids, or a pair of texts
 ATTEMPTS = 3  # to compute a vector that the store gives up before it is read
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # the id that ends a request means nothing
 # Of Qwen3-Reranker, as its page and vLLM write it, for a model without a --chat-template.
@@ -65,8 +66,10 @@ class PoolingRoutes:
         bodies: BodyReader,
         row: ProcessCounters,
         check_model: Callable[[str | None], str],
+        adapter_of: Callable[[str | None], bytes] = lambda _: b"",
     ) -> None:
-        """`check_model` returns the name of the model for answers, and raises ApiError for another one."""
+        """`check_model` returns the name of the model for answers, and raises ApiError for another one. `adapter_of`:
+        the digest of the LoRA adapter of a name."""
         self._config = config
         self._options = options
         self._client = client
@@ -74,7 +77,10 @@ class PoolingRoutes:
         self._bodies = bodies
         self._row = row
         self._check_model = check_model
+        self._adapter_of = adapter_of
         self._size = hidden_size_of(config)
+        self._is_normalized = config.pooling == "embed" and pooling_of(config).is_normalized
+        self._second_text = second_text_offset(config)
         self._max_open = max(1, config.max_num_seqs * config.all_groups // 2)  # the other slots are for other requests
 
     def posts(self, admission: Admission) -> dict[str, Endpoint]:
@@ -109,7 +115,7 @@ class PoolingRoutes:
         vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
         data = []
         for index, vector in enumerate(vectors):
-            shown = _shown(_cut(vector, fields.dimensions), fields.encoding_format)
+            shown = _shown(self._cut(vector, fields.dimensions), fields.encoding_format)
             data.append(msgspec.Raw(msgspec.json.encode({"object": "embedding", "index": index, "embedding": shown})))
             await asyncio.sleep(0)  # thousands of numbers take up to 1 ms, and others go on in between
         return self._answer(request, "embd", name, prompts, object="list", data=data)
@@ -152,7 +158,7 @@ class PoolingRoutes:
         return json_response(answer)
 
     # ── prompts ──
-    async def _ids(self, inputs: Sequence[str | list[int]], fields: PoolingFields, param: str) -> list[list[int]]:
+    async def _ids(self, inputs: Sequence[Input], fields: PoolingFields, param: str) -> list[list[int]]:
         """Returns the ids of texts. Raises ApiError for an empty or too long prompt."""
         max_tokens, keep, prompts = self._config.max_model_len, fields.truncate_prompt_tokens, []
         limit = Limit(max_tokens, param, None)
@@ -161,9 +167,7 @@ class PoolingRoutes:
             message = f"expected at most {max_tokens} tokens, as many as the model has, got {keep} at $.{name}"
             raise ApiError(400, message, param=name)
         for value in inputs:
-            ids = await self._reader.ids(value, fields.add_special_tokens is not False, limit if keep is None else None)
-            if keep is not None:
-                ids = ids[max(0, len(ids) - (max_tokens if keep == -1 else keep)) :]
+            ids = await self._truncated(value, fields, limit, max_tokens if keep == -1 else keep)
             if not ids:
                 raise ApiError(
                     400, f"expected a prompt of 1 to {max_tokens} tokens, got none at $.{param}", param=param
@@ -174,15 +178,34 @@ class PoolingRoutes:
             await asyncio.sleep(0)  # each takes up to 1 ms
         return prompts
 
+    async def _truncated(self, value: Input, fields: PoolingFields, limit: Limit, keep: int | None) -> list[int]:
+        """Returns at most `keep` ids: the last ones. A model that attends both ways reads the first ones, and special
+        tokens at both ends."""
+        add_special, is_whole = fields.add_special_tokens is not False, self._config.is_encoder
+        if is_whole and not isinstance(value, list) and keep != 0:
+            text, second = (value, None) if isinstance(value, str) else value
+            arguments = self._reader.tokenizer.tokenizer, text, second, add_special, keep, self._second_text
+            if len(text) + len(second or "") <= LONG:
+                return encode_whole(*arguments)
+            return await self._reader.in_a_thread(functools.partial(encode_whole, *arguments))
+        assert not isinstance(value, tuple), "pairs are of models that attend both ways"
+        ids = await self._reader.ids(value, add_special, limit if keep is None else None)
+        if keep is None or keep >= len(ids):
+            return ids
+        return [*ids[: keep - 1], ids[-1]] if is_whole and keep else ids[len(ids) - keep :]
+
     async def _pair_prompts(
         self, pairs: Sequence[tuple[str, str]], fields: PoolingFields, instruction: str | None
     ) -> tuple[list[str], list[list[int]]]:
         """Returns prompts, and the texts of those that are a text alone. Raises ApiError."""
+        if instruction is not None and (self._config.pooling == "embed" or self._config.is_encoder):
+            message = "instruction is for a model that judges by yes and no: write it into the text"
+            raise ApiError(400, message, param="instruction")
         if self._config.pooling == "embed":
-            if instruction is not None:
-                raise ApiError(400, "instruction is for a model of scores: write it into the text", param="instruction")
             texts = list(dict.fromkeys(text for pair in pairs for text in pair))
             return texts, await self._ids(texts, fields, "documents")
+        if self._config.is_encoder:
+            return [], await self._ids(pairs, fields, "documents")
         if fields.truncate_prompt_tokens is not None:
             message = "truncate_prompt_tokens is not supported for scores: the end of the prompt is the question"
             raise ApiError(400, message, param="truncate_prompt_tokens")
@@ -201,8 +224,14 @@ class PoolingRoutes:
         """Returns the score of each pair: the model's, or the cosine of two embeddings."""
         if not texts:
             return [float(vector[0]) for vector in vectors]
-        of_text = dict(zip(texts, vectors, strict=True))
+        of_text = {text: _unit(vector) for text, vector in zip(texts, vectors, strict=True)}
         return [float(of_text[query] @ of_text[document]) for query, document in pairs]
+
+    def _cut(self, vector: Floats, dimensions: int | None) -> Floats:
+        """Returns the first numbers of a vector, of length 1 again if vectors of the model are."""
+        if dimensions is None or dimensions >= vector.size:
+            return vector
+        return _unit(vector[:dimensions]) if self._is_normalized else vector[:dimensions]
 
     # ── vectors ──
     async def _vectors(self, request: Request, fields: PoolingFields, prompts: Sequence[list[int]]) -> list[Floats]:
@@ -237,16 +266,31 @@ class PoolingRoutes:
             account=account_of(request, fields.user, bool(self._options.api_keys)),
             salt=(fields.cache_salt or "").encode(),
             request_id=request.state.request_id,
+            adapter=self._adapter_of(fields.model),
         )
 
 
-def _cut(vector: Floats, dimensions: int | None) -> Floats:
-    """Returns the first numbers of a vector, of length 1 again."""
-    if dimensions is None or dimensions >= vector.size:
-        return vector
-    short = vector[:dimensions]
-    cut: Floats = short / max(float(np.linalg.norm(short)), 1e-12)
-    return cut
+def _unit(vector: Floats) -> Floats:
+    unit: Floats = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return unit
+
+
+def encode_whole(
+    tokenizer: Any, text: str, second: str | None, add_special: bool, keep: int | None, offset: int
+) -> list[int]:
+    """Returns the ids of a text, or of a pair of texts, for a model that attends both ways. `keep`: at most so many,
+    without the ends of the texts; special tokens stay. `offset`: is added to the ids of the second text."""
+    (encoding,) = tokenizer.encode_batch_fast(
+        [text if second is None else (text, second)], add_special_tokens=add_special
+    )
+    ids = [token + kind * offset for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
+    if keep is None or keep >= len(ids):
+        return ids
+    places = [[at for at, text in enumerate(encoding.sequence_ids) if text == number] for number in (1, 0)]
+    dropped = set[int]()
+    while len(ids) - len(dropped) > keep and any(places):  # of the longer text, as `longest_first` of transformers
+        dropped.add(max(places, key=len).pop())
+    return [token for at, token in enumerate(ids) if at not in dropped]
 
 
 def _shown(vector: Floats, encoding_format: str | None) -> list[float] | str:

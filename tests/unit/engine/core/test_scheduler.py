@@ -77,6 +77,18 @@ def test_full_step_admits_no_more_prompts() -> None:
     engine_core.drain()
 
 
+def test_prompts_that_must_be_whole_wait_for_a_step_with_room() -> None:
+    engine_core = core(slots=5, budget=40, computes_whole=True)
+    for number, length in enumerate((30, 20, 38, 2), start=1):
+        engine_core.submit(submit(number, length, 1))
+    counts = []
+    for _ in range(3):
+        steps(engine_core, 1)
+        counts.append(sorted(filter(None, engine_core.schedule.counts.tolist())))
+    assert counts == [[30], [20], [2, 38]]
+    engine_core.drain()
+
+
 def test_no_step_begins_without_requests_or_with_two_steps_in_flight() -> None:
     engine_core = core()
     assert not engine_core.begin()
@@ -483,7 +495,8 @@ ADAPTERS = [bytes([number]) * 32 for number in range(3)]
 
 
 def test_batch_has_at_most_max_loras_adapters() -> None:
-    engine_core = core(adapters=frozenset(ADAPTERS), max_loras=2)  # type: ignore[arg-type]
+    engine_core = core(max_loras=2)
+    engine_core.scheduler.adapters |= dict.fromkeys(ADAPTERS, "")
     for number, adapter in enumerate((ADAPTERS[0], ADAPTERS[1], ADAPTERS[2], ADAPTERS[0])):
         engine_core.submit(patient(number, adapter=adapter))
     steps(engine_core, 1)
@@ -496,9 +509,12 @@ def test_batch_has_at_most_max_loras_adapters() -> None:
 
 
 def test_request_for_an_unknown_adapter_is_refused() -> None:
-    engine_core = core(adapters=frozenset(ADAPTERS[:2]))  # type: ignore[arg-type]
-    with pytest.raises(RequestRefused, match="no LoRA adapter of this content"):
-        engine_core.submit(submit(0, adapter=ADAPTERS[2]))
+    engine_core = core()
+    engine_core.scheduler.adapters |= {ADAPTERS[0]: "", ADAPTERS[1]: "the LoRA adapter 'sql' has other files"}
+    for adapter, words in ((ADAPTERS[2], "no LoRA adapter of this content"), (ADAPTERS[1], "'sql' has other files")):
+        with pytest.raises(RequestRefused, match=words):
+            engine_core.submit(submit(0, adapter=adapter))
+    engine_core.submit(submit(0, adapter=ADAPTERS[0]))
 
 
 def test_no_salt_shares_blocks_with_an_adapter() -> None:

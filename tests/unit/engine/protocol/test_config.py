@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
-from penstock.engine.protocol.lora import LoraConfig
 
 SIMULATED = SimulatedDevice()
 
@@ -57,10 +56,6 @@ def test_config_is_immutable() -> None:
         ({"runner": "pooling", "convert": "none", "model": "m"}, "expected convert embed or classify with runner"),
         ({"runner": "pooling", "device": "cuda", "model": "m"}, "runner 'pooling' needs a model that CPUs of this"),
         ({"runner": "pooling", "simulated": SIMULATED}, "runner 'pooling' needs a model that CPUs of this machine"),
-        (
-            {"runner": "pooling", "model": "m", "lora": LoraConfig(enable_lora=True, lora_modules=("a=/a",))},
-            "lora_modules are not supported with runner 'pooling'",
-        ),
         ({"generation_config": "hf", "model": "m"}, "expected generation_config to be auto or vllm, got 'hf'"),
         ({"log_format": "xml", "model": "m"}, "expected log_format to be text or json, got 'xml'"),
         ({"log_level": "trace", "model": "m"}, "expected log_level to be debug, info, warning or error, got 'trace'"),

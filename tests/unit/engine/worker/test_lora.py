@@ -1,6 +1,8 @@
 """Requests with LoRA adapters are answered as by models into which the adapters are merged, token for token."""
 
+import gc
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 
 from penstock.engine.cluster.adapter_files import SETTINGS
 from penstock.engine.protocol.lora import Adapter
+from penstock.engine.protocol.messages import AdapterChange
 from penstock.engine.worker.lora import adapter_runs
 from tests.support.adapters import merged_answers, write_adapter
 from tests.support.ranks import results_of_threads
@@ -149,13 +152,51 @@ def test_products_are_the_model_s_own_after_a_step_with_adapters(
     assert computations() == before
 
 
-def test_changed_adapter_is_refused_by_a_worker(family: Callable[[str], Family], tmp_path: Path) -> None:
+def test_changed_adapter_is_left_out_and_named_by_a_worker(family: Callable[[str], Family], tmp_path: Path) -> None:
     of = family("llama")
-    adapter = write_adapter(tmp_path / "sql", of.path, 1)
+    adapter, other = write_adapter(tmp_path / "sql", of.path, 1), write_adapter(tmp_path / "poems", of.path, 2)
     path = tmp_path / "sql" / SETTINGS
     path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 1}))
-    with pytest.raises(ValueError, match="'sql' is not the one with which the engine started"):
-        device(of, adapters=[adapter])
+    ours = device(of, adapters=[adapter, other])
+    states = {state.digest: state.error for state in ours.adapters}
+    assert states[other.digest] == "" and "'sql' is not the one that was loaded" in states[adapter.digest]
+    result = ask(ours, of.requests[:2], adapters=[other.digest])
+    assert result.answers == merged_answers(of, other, of.requests[:2])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_adapters_come_and_go_between_steps(name: str, family: Callable[[str], Family], tmp_path: Path) -> None:
+    """In native layers, and in modules; numbers are used again."""
+    of = family(name)
+    first, second = two_adapters(of, tmp_path)
+    ours, requests = device(of, adapters=()), of.requests[:4]
+    expected = {each: merged_answers(of, each, requests) for each in (None, first, second)}
+
+    def answers(adapter: Adapter | None) -> list[list[int]]:
+        return ask(ours, requests, adapters=[b"" if adapter is None else adapter.digest]).answers
+
+    for adapter in (first, second, first):
+        assert answers(None) == expected[None]
+        assert ours.change_adapter(AdapterChange(0, 0, *adapter, True)) == ""
+        assert [state.digest for state in ours.adapters] == [adapter.digest]
+        assert answers(adapter) == expected[adapter]
+        ours.change_adapter(AdapterChange(0, 0, *adapter, False))
+    assert ours.adapters == ()
+
+
+def test_adapter_that_is_unloaded_gives_its_memory_back(family: Callable[[str], Family], tmp_path: Path) -> None:
+    of = family("llama")
+    (adapter, _), ours = two_adapters(of, tmp_path), device(of, adapters=())
+    assert ours._model.adapters is not None
+    ours.change_adapter(AdapterChange(0, 0, *adapter, True))
+    products = [product for _, product in ours._model.adapters._places.values()]
+    layers = [layer for product in products for each in product.factors.values() for layer in each]
+    packed = [layer.forward.packed for layer in layers]
+    layers.clear()
+    ours.change_adapter(AdapterChange(0, 0, *adapter, False))
+    gc.collect()
+    unshared = [object() for _ in packed]
+    assert [sys.getrefcount(each) for each in packed] == [sys.getrefcount(each) for each in unshared] != []
 
 
 def test_tokens_of_an_adapter_are_runs() -> None:

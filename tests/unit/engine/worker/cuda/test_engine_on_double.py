@@ -42,8 +42,9 @@ from penstock.engine.protocol.messages import SamplingParams, Step  # noqa: E402
 from penstock.engine.worker import input_batch, model_runner  # noqa: E402
 from penstock.engine.worker.cuda import step_graphs  # noqa: E402
 from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
+from penstock.engine.worker.device import TorchPendingStep  # noqa: E402
 from penstock.engine.worker.input_batch import build_batch  # noqa: E402
-from penstock.engine.worker.model_runner import ModelRunner, TorchPendingStep  # noqa: E402
+from penstock.engine.worker.model_runner import ModelRunner  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 from penstock.tensor import Handle  # noqa: E402
 from tests import tiers  # noqa: E402

@@ -1,0 +1,88 @@
+"""Loads and unloads LoRA adapters in all groups of the engine, for a server process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+
+from penstock.engine.client.groups import CoreSenders, GroupLost
+from penstock.engine.client.stream import EngineError, Placement
+from penstock.engine.protocol.lora import Adapter
+from penstock.engine.protocol.messages import AdapterChange, AdapterState
+
+POLL_S = 0.1  # seconds; whether the group has died, or serves again
+
+
+class AdapterLoader:
+    def __init__(self, server: int, groups: int, cores: CoreSenders, serving: Callable[[], dict[int, int]]) -> None:
+        """`serving`: returns the groups that serve, each with its incarnation."""
+        self._server = server
+        self._groups = groups
+        self._cores = cores
+        self._serving = serving
+        self._numbers = itertools.count(time.time_ns())  # later than those of a server process before
+        self._answers: dict[int, asyncio.Future[str]] = {}
+
+    def on_state(self, state: AdapterState) -> None:
+        """Handles the answer of a core."""
+        answer = self._answers.get(state.number)
+        if answer is not None and not answer.done():
+            answer.set_result(state.error)
+
+    async def load(self, adapter: Adapter, loaded: dict[int, int], timeout: float) -> None:
+        """Has each group load an adapter, and waits for groups that are started again. `loaded`: incarnations of groups
+        that have the adapter, to which this adds. Raises EngineError if one cannot load the adapter."""
+        deadline = time.monotonic() + timeout
+        while due := self._without(loaded):
+            if time.monotonic() >= deadline:
+                raise EngineError(503, f"groups {due} of the engine have not loaded the adapter within {timeout:g} s")
+            serving = self._serving()
+            ready = [group for group in due if group in serving]
+            for group in ready:
+                try:
+                    error = await self._change(group, serving[group], adapter, is_loaded=True, until=deadline)
+                except GroupLost:
+                    continue
+                if error:
+                    raise EngineError(400, error)
+                loaded[group] = serving[group]
+            if not ready:
+                await asyncio.sleep(POLL_S)
+
+    async def unload(self, adapter: Adapter, timeout: float) -> None:
+        """Has each group that serves unload an adapter, when no request has it. Groups that are started later do not
+        load the adapter if it is in no registry. Raises EngineError."""
+        deadline = time.monotonic() + timeout
+        for group, incarnation in self._serving().items():
+            try:
+                await self._change(group, incarnation, adapter, is_loaded=False, until=deadline)
+            except GroupLost:
+                continue
+
+    def has_all(self, loaded: dict[int, int]) -> bool:
+        """Returns whether all groups are those that have loaded an adapter."""
+        return not self._without(loaded)
+
+    def _without(self, loaded: dict[int, int]) -> list[int]:
+        serving = self._serving()
+        return [group for group in range(self._groups) if group not in loaded or serving.get(group) != loaded[group]]
+
+    async def _change(self, group: int, incarnation: int, adapter: Adapter, *, is_loaded: bool, until: float) -> str:
+        """Returns why the group cannot load the adapter; "": it has. Raises GroupLost and EngineError."""
+        number = next(self._numbers)
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            change = AdapterChange(self._server, number, *adapter, is_loaded)
+            await self._cores.send(Placement(0, group, incarnation), change, until)
+            while not answer.done():
+                await asyncio.wait([answer], timeout=POLL_S)
+                if not answer.done() and self._serving().get(group) != incarnation:
+                    raise GroupLost(503, f"group {group} has died")
+                if not answer.done() and time.monotonic() >= until:
+                    raise EngineError(503, f"group {group} has not answered in time")
+            return await answer
+        finally:
+            del self._answers[number]

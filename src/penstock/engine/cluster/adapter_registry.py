@@ -1,0 +1,87 @@
+"""The LoRA adapters of a server, in memory that all processes share and that outlives each process.
+
+A server process writes the next version when all engines have loaded an adapter, or before engines unload an adapter.
+Workers load the adapters of the registry at their start.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.engine.cluster.kept_memory import MemoryFile
+from penstock.engine.protocol.lora import Adapter
+
+HEADER = struct.Struct("<QQ")  # version, and bytes of the content
+CONTENT_AT, MAX_NBYTES = 4096, 1 << 21  # two versions are there: readers of a version are done before the next but one
+MAX_UNLOADED = 64  # of which names are known, for requests that still have them
+
+
+class AdapterList(msgspec.Struct, frozen=True):
+    adapters: tuple[Adapter, ...]
+    unloaded: tuple[Adapter, ...] = ()  # the last ones
+
+    def with_loaded(self, adapter: Adapter) -> AdapterList:
+        """Returns the list with an adapter, in place of the one with the same name."""
+        others = tuple(other for other in self.adapters if other.name != adapter.name)
+        former = tuple(other for other in self.adapters if other.name == adapter.name)
+        return AdapterList((*others, adapter), self._with_unloaded(former, adapter.digest))
+
+    def without(self, adapter: Adapter) -> AdapterList:
+        others = tuple(other for other in self.adapters if other.name != adapter.name)
+        return AdapterList(others, self._with_unloaded((adapter,), b""))
+
+    def _with_unloaded(self, adapters: Sequence[Adapter], loaded: bytes) -> tuple[Adapter, ...]:
+        unloaded = (*self.unloaded, *adapters)
+        return tuple(adapter for adapter in unloaded if adapter.digest != loaded)[-MAX_UNLOADED:]
+
+
+class AdapterRegistry(MemoryFile):
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self._header = b""
+        self._list = AdapterList(())
+
+    @classmethod
+    def of(cls, adapters: Sequence[Adapter]) -> AdapterRegistry:
+        """Creates a registry. Raises OSError."""
+        registry = cls.create("adapters", "server")
+        registry.write(AdapterList(tuple(adapters)))
+        return registry
+
+    def read(self) -> AdapterList:
+        while (header := os.pread(self._fd, HEADER.size, 0)) != self._header:
+            version, nbytes = HEADER.unpack(header)
+            content = os.pread(self._fd, nbytes, _begin_of(version))
+            if os.pread(self._fd, HEADER.size, 0) == header:
+                self._list = msgspec.msgpack.decode(content, type=AdapterList)
+                self._header = header
+        return self._list
+
+    def write(self, adapters: AdapterList) -> None:
+        """Writes the next version. The caller has the lock. Raises ValueError and OSError."""
+        content = msgspec.msgpack.encode(adapters)
+        if len(content) > MAX_NBYTES:
+            raise ValueError(f"expected names and paths of adapters of at most {MAX_NBYTES} bytes, got {len(content)}")
+        version, _ = HEADER.unpack(os.pread(self._fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))
+        os.pwrite(self._fd, content, _begin_of(version + 1))
+        os.pwrite(self._fd, HEADER.pack(version + 1, len(content)), 0)  # a reader sees all of it, or nothing
+
+    def lock(self) -> bool:
+        """Returns False if another process has the lock. The lock of a process that dies is free. Raises OSError."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+
+def _begin_of(version: int) -> int:
+    return CONTENT_AT + version % 2 * MAX_NBYTES

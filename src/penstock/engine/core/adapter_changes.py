@@ -1,0 +1,81 @@
+"""LoRA adapters that are loaded and unloaded while a group serves: on all of its ranks, or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from msgspec.structs import replace
+
+from penstock.engine.cluster.logs import event
+from penstock.engine.core.scheduler import Scheduler
+from penstock.engine.protocol.lora import Adapter
+from penstock.engine.protocol.messages import AdapterChange, AdapterState, Ready
+
+
+class AdapterChanges:
+    """Workers load an adapter between two steps. An adapter is unloaded when no request has it any more."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        ranks: int,
+        broadcast: Callable[[AdapterChange], None],
+        answer: Callable[[int, AdapterState], object],
+    ) -> None:
+        """`broadcast`: to all workers; `answer`: to a server."""
+        self._scheduler = scheduler
+        self._ranks = ranks
+        self._broadcast = broadcast
+        self._answer = answer
+        self._open: dict[tuple[int, int], tuple[AdapterChange, dict[int, str]]] = {}
+        self.leaving: dict[bytes, AdapterChange] = {}  # adapters that requests may still have
+
+    def begin(self, change: AdapterChange) -> None:
+        """Handles a change from a server."""
+        if change.is_loaded:
+            self.leaving.pop(change.digest, None)
+            self._open[change.server, change.number] = change, {}
+            self._broadcast(change)
+            return
+        if change.digest in self._scheduler.adapters:
+            self._scheduler.adapters[change.digest] = unloaded_text(change.name)
+            self.leaving[change.digest] = change
+        self.release()
+        self._answer(change.server, AdapterState(change.digest, number=change.number))
+
+    def on_state(self, state: AdapterState) -> None:
+        """Handles the answer of a rank."""
+        change, errors = self._open.get((state.server, state.number), (None, {}))
+        errors[state.rank] = state.error
+        if change is None or len(errors) < self._ranks:
+            return
+        del self._open[state.server, state.number]
+        error = next(filter(None, errors.values()), "")
+        event("adapter not loaded" if error else "adapter loaded", adapter=change.name, reason=error or "requested")
+        if error:
+            self._broadcast(replace(change, is_loaded=False))
+        self._scheduler.adapters[change.digest] = error
+        self._answer(change.server, AdapterState(change.digest, error, number=change.number))
+
+    def release(self) -> None:
+        """Lets workers unload the adapters that no open request has."""
+        for digest in [digest for digest in self.leaving if not self._scheduler.has_adapter(digest)]:
+            change = self.leaving.pop(digest)
+            event("adapter unloaded", adapter=change.name)
+            self._broadcast(change)
+
+
+def unloaded_text(name: str) -> str:
+    return f"the LoRA adapter {name!r} was unloaded"
+
+
+def adapter_errors(ready: Sequence[Ready], unloaded: Iterable[Adapter]) -> dict[bytes, str]:
+    """Returns why requests with an adapter are refused, by digest; "": they are not. An adapter is used if all ranks
+    have it. `unloaded`: the last ones."""
+    errors = {adapter.digest: unloaded_text(adapter.name) for adapter in unloaded}
+    ranks = [{state.digest: state.error for state in message.adapters} for message in ready]
+    for digest in set[bytes]().union(*ranks):
+        missing = [message.rank for message, states in zip(ready, ranks, strict=True) if digest not in states]
+        error = next(filter(None, (states.get(digest) for states in ranks)), "")
+        errors[digest] = error or (f"rank {missing[0]} has not loaded the LoRA adapter" if missing else "")
+    return errors

@@ -1,0 +1,166 @@
+"""The LoRA adapters of a server: their names for all routes, and the routes that load and unload adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+
+from penstock.engine.client.client import Client
+from penstock.engine.client.stream import EngineError
+from penstock.engine.cluster.adapter_files import base_shapes, read_digest, require_adapter
+from penstock.engine.cluster.adapter_registry import AdapterRegistry
+from penstock.engine.cluster.logs import event
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.lora import MAX_ADAPTERS, Adapter
+from penstock.environment import ALLOW_RUNTIME_LORA
+from penstock.server.errors import ApiError, body_error
+from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoint
+
+LOCK_POLL_S = 0.05  # seconds, while another server process changes adapters
+T = TypeVar("T")
+Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class LoadAdapter(msgspec.Struct):
+    lora_name: Name
+    lora_path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    load_inplace: bool = False
+
+
+class UnloadAdapter(msgspec.Struct):
+    lora_name: Name
+    lora_int_id: int | None = None
+
+
+class AdapterRoutes:
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: Client,
+        bodies: BodyReader,
+        names: tuple[str, ...],
+        registry: AdapterRegistry,
+    ) -> None:
+        """`names`: of the model; an adapter has another one."""
+        self._config = config
+        self._client = client
+        self._bodies = bodies
+        self._names = names
+        self._registry = registry
+        self._change = asyncio.Lock()
+        self._by_name: tuple[object, dict[str, Adapter]] = (None, {})
+
+    @property
+    def by_name(self) -> Mapping[str, Adapter]:
+        adapters = self._registry.read().adapters
+        if adapters is not self._by_name[0]:
+            self._by_name = adapters, {adapter.name: adapter for adapter in adapters}
+        return self._by_name[1]
+
+    def posts(self, admission: Admission) -> dict[str, Endpoint]:
+        if self._config.nodes is not None or not ALLOW_RUNTIME_LORA.read():
+            return {}
+        return {
+            "/v1/load_lora_adapter": Endpoint(admission, "adapters", self._load),
+            "/v1/unload_lora_adapter": Endpoint(admission, "adapters", self._unload),
+        }
+
+    async def _load(self, request: Request) -> Answer:
+        async with self._bodies.receive(request) as body:
+            fields = _decoded(body, LoadAdapter)
+        # Shielded: the change goes on to its end if the client disconnects.
+        await asyncio.shield(asyncio.ensure_future(self._load_everywhere(fields)))
+        return PlainTextResponse(f"Success: LoRA adapter '{fields.lora_name}' added successfully.")
+
+    async def _load_everywhere(self, fields: LoadAdapter) -> None:
+        name, timeout = fields.lora_name, self._config.start_timeout
+        async with self._changing() as registry:
+            former = self.by_name.get(name)
+            if name in (*self._names, self._config.model):
+                raise ApiError(400, f"{name!r} is the name of the model: expected another name", param="lora_name")
+            if former is not None and not fields.load_inplace:
+                message = (
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
+                )
+                raise ApiError(400, f"{message}set 'load_inplace' to True.", param="lora_name")
+            if len(self.by_name) >= MAX_ADAPTERS:
+                raise ApiError(400, f"expected at most {MAX_ADAPTERS} adapters", param="lora_name")
+            adapter = await asyncio.to_thread(self._read, name, fields.lora_path)
+            loaded: dict[int, int] = {}
+            try:
+                await self._client.adapters.load(adapter, loaded, timeout)
+                before = registry.read()
+                registry.write(before.with_loaded(adapter))
+                while not self._client.adapters.has_all(loaded):  # started before the adapter was in the registry
+                    await self._client.adapters.load(adapter, loaded, timeout)
+            except BaseException:
+                await self._remove(registry, adapter, former)
+                raise
+            if former is not None and former.digest != adapter.digest:
+                await self._unload_unnamed(former)
+            event("adapter is loaded", adapter=name, path=fields.lora_path)
+
+    def _read(self, name: str, path: str) -> Adapter:
+        """Raises ApiError unless the files are those of an adapter that fits the model."""
+        directory = Path(path)
+        try:
+            adapter = Adapter(name, path, read_digest(directory))
+            require_adapter(directory, base_shapes(Path(self._config.model)), self._config.lora.max_lora_rank)
+        except FileNotFoundError as error:
+            raise ApiError(404, f"Loading lora {name} failed: No adapter found for {path}: {error}") from None
+        except (ValueError, OSError) as error:
+            raise ApiError(400, f"Loading lora {name} failed: {error}", param="lora_path") from None
+        return adapter
+
+    async def _remove(self, registry: AdapterRegistry, adapter: Adapter, former: Adapter | None) -> None:
+        """Takes back an adapter that some groups may have."""
+        if self.by_name.get(adapter.name) == adapter != former:
+            adapters = registry.read()
+            registry.write(adapters.without(adapter) if former is None else adapters.with_loaded(former))
+        with contextlib.suppress(EngineError):
+            await self._unload_unnamed(adapter)
+
+    async def _unload(self, request: Request) -> Answer:
+        async with self._bodies.receive(request) as body:
+            name = _decoded(body, UnloadAdapter).lora_name
+        await asyncio.shield(asyncio.ensure_future(self._unload_everywhere(name)))
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    async def _unload_everywhere(self, name: str) -> None:
+        async with self._changing() as registry:
+            adapter = self.by_name.get(name)
+            if adapter is None:
+                raise ApiError(404, f"The lora adapter '{name}' cannot be found.", param="lora_name")
+            registry.write(registry.read().without(adapter))
+            await self._unload_unnamed(adapter)
+            event("adapter is unloaded", adapter=name)
+
+    async def _unload_unnamed(self, adapter: Adapter) -> None:
+        """Unloads an adapter, unless another name has the same content."""
+        if all(other.digest != adapter.digest for other in self.by_name.values()):
+            await self._client.adapters.unload(adapter, self._config.step_timeout)
+
+    @contextlib.asynccontextmanager
+    async def _changing(self) -> AsyncIterator[AdapterRegistry]:
+        """Waits until no other request, and no other server process, changes adapters."""
+        async with self._change:
+            while not self._registry.lock():
+                await asyncio.sleep(LOCK_POLL_S)
+            try:
+                yield self._registry
+            finally:
+                self._registry.unlock()
+
+
+def _decoded(body: bytearray, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise body_error(error) from None

@@ -1,0 +1,88 @@
+"""Adapters are loaded in all groups, also in those that die or are started meanwhile."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.engine.client.adapter_loader import AdapterLoader
+from penstock.engine.client.groups import GroupLost
+from penstock.engine.client.stream import EngineError, Placement
+from penstock.engine.protocol.lora import Adapter
+from penstock.engine.protocol.messages import AdapterChange, AdapterState
+from tests.support.loops import in_a_loop
+
+SQL = Adapter("sql", "/sql", b"d" * 32)
+PATIENCE = 60.0
+
+
+class Groups:
+    """Answers changes at once, unless `react` does something else."""
+
+    def __init__(self, react: Callable[["Groups", int], str | None]) -> None:
+        self.serving = {0: 1, 1: 1}
+        self.sent: list[tuple[int, int, bool]] = []  # group, incarnation, and whether to load
+        self._react = react
+        cores: Any = self
+        self.loader = AdapterLoader(3, 2, cores, lambda: self.serving)
+
+    async def send(self, place: Placement, change: AdapterChange, until: float) -> None:
+        assert (change.server, change.digest) == (3, SQL.digest)
+        self.sent.append((place.group, place.incarnation, change.is_loaded))
+        error = self._react(self, place.group)
+        if error is not None:
+            self.loader.on_state(AdapterState(change.digest, error, number=change.number))
+
+
+@in_a_loop
+async def test_group_that_dies_meanwhile_loads_an_adapter_in_its_next_life() -> None:
+    def react(groups: Groups, group: int) -> str | None:
+        if group == 1 and groups.serving[1] == 1:
+            del groups.serving[1]
+            asyncio.get_running_loop().call_later(0.01, groups.serving.__setitem__, 1, 2)
+            return None
+        return ""
+
+    groups, loaded = Groups(react), dict[int, int]()
+    await groups.loader.load(SQL, loaded, PATIENCE)
+    assert loaded == {0: 1, 1: 2} and groups.loader.has_all(loaded)
+    assert groups.sent == [(0, 1, True), (1, 1, True), (1, 2, True)]
+    groups.serving[0] = 2
+    assert not groups.loader.has_all(loaded)
+
+
+@in_a_loop
+async def test_group_that_cannot_be_reached_is_tried_again() -> None:
+    def react(groups: Groups, group: int) -> str:
+        if len(groups.sent) == 1:
+            groups.serving[group] += 1
+            raise GroupLost(503, "it has died")
+        return ""
+
+    groups, loaded = Groups(react), dict[int, int]()
+    await groups.loader.load(SQL, loaded, PATIENCE)
+    assert loaded == {0: 2, 1: 1}
+
+
+@in_a_loop
+async def test_adapter_that_a_group_refuses_is_an_error_with_its_reason() -> None:
+    groups = Groups(lambda _, group: "no such file" if group else "")
+    with pytest.raises(EngineError, match="no such file"):
+        await groups.loader.load(SQL, {}, PATIENCE)
+
+
+@in_a_loop
+async def test_group_that_does_not_serve_in_time_is_named() -> None:
+    groups = Groups(lambda *_: "")
+    del groups.serving[1]
+    with pytest.raises(EngineError, match=r"groups \[1\] of the engine have not loaded the adapter"):
+        await groups.loader.load(SQL, {}, 0.05)
+
+
+@in_a_loop
+async def test_adapter_is_unloaded_where_a_group_serves() -> None:
+    groups = Groups(lambda *_: "")
+    del groups.serving[0]
+    await groups.loader.unload(SQL, PATIENCE)
+    assert groups.sent == [(1, 1, False)]

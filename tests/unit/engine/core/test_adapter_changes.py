@@ -1,0 +1,89 @@
+"""Adapters of a group are on all of its ranks, or on none."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from penstock.engine.core.adapter_changes import AdapterChanges, adapter_errors
+from penstock.engine.protocol.lora import Adapter
+from penstock.engine.protocol.messages import AdapterChange, AdapterState, Ready
+
+DIGEST = b"d" * 32
+LOAD = AdapterChange(1, 7, "sql", "/sql", DIGEST, True)
+UNLOAD = AdapterChange(1, 8, "sql", "/sql", DIGEST, False)
+
+
+class Group:
+    """Two ranks. The test sends their answers."""
+
+    def __init__(self) -> None:
+        self.holders: set[bytes] = set()  # adapters that open requests have
+        scheduler: Any = SimpleNamespace(adapters={}, has_adapter=self.holders.__contains__)
+        self.adapters: dict[bytes, str] = scheduler.adapters
+        self.sent: list[AdapterChange] = []
+        self.answers: list[tuple[int, str]] = []
+        self.changes = AdapterChanges(
+            scheduler, 2, self.sent.append, lambda server, state: self.answers.append((state.number, state.error))
+        )
+
+    def answer(self, rank: int, error: str = "") -> None:
+        self.changes.on_state(AdapterState(DIGEST, error, rank, 1, 7))
+
+
+def test_adapter_is_used_when_all_ranks_have_it() -> None:
+    group = Group()
+    group.changes.begin(LOAD)
+    group.answer(1)
+    group.answer(1)
+    assert (group.adapters, group.answers) == ({}, [])
+    group.answer(0)
+    assert (group.adapters, group.answers, group.sent) == ({DIGEST: ""}, [(7, "")], [LOAD])
+
+
+def test_adapter_that_a_rank_refuses_is_unloaded_on_all() -> None:
+    group = Group()
+    group.changes.begin(LOAD)
+    group.answer(0)
+    group.answer(1, "no such file")
+    assert group.adapters == {DIGEST: "no such file"} and group.answers == [(7, "no such file")]
+    assert [(change.digest, change.is_loaded) for change in group.sent] == [(DIGEST, True), (DIGEST, False)]
+
+
+def test_adapter_is_unloaded_when_its_last_request_has_ended() -> None:
+    group = Group()
+    group.adapters[DIGEST] = ""
+    group.holders.add(DIGEST)
+    group.changes.begin(UNLOAD)
+    group.changes.release()
+    assert group.adapters == {DIGEST: "the LoRA adapter 'sql' was unloaded"}
+    assert (group.answers, group.sent) == ([(8, "")], [])
+    group.holders.clear()
+    group.changes.release()
+    group.changes.release()
+    assert group.sent == [UNLOAD]
+
+
+def test_adapter_that_is_loaded_again_stays() -> None:
+    group = Group()
+    group.adapters[DIGEST] = ""
+    group.holders.add(DIGEST)
+    group.changes.begin(UNLOAD)
+    group.changes.begin(LOAD)
+    group.answer(0)
+    group.answer(1)
+    group.holders.clear()
+    group.changes.release()
+    assert group.adapters == {DIGEST: ""} and group.sent == [LOAD]
+
+
+def test_started_group_uses_what_all_of_its_ranks_have() -> None:
+    lost, partial = b"l" * 32, b"p" * 32
+    ranks = [
+        Ready(0, 1, 1, adapters=(AdapterState(DIGEST), AdapterState(lost, "other files"), AdapterState(partial))),
+        Ready(1, 1, 1, adapters=(AdapterState(DIGEST), AdapterState(lost))),
+    ]
+    assert adapter_errors(ranks, [Adapter("sql", "/sql", b"u" * 32)]) == {
+        DIGEST: "",
+        lost: "other files",
+        partial: "rank 1 has not loaded the LoRA adapter",
+        b"u" * 32: "the LoRA adapter 'sql' was unloaded",
+    }

@@ -1,0 +1,115 @@
+"""Routes that load and unload LoRA adapters: there only where they are allowed, and whole even if an engine fails."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from penstock.engine.client.stream import EngineError
+from penstock.engine.cluster.adapter_registry import AdapterList, AdapterRegistry
+from penstock.engine.protocol.config import EngineConfig, Nodes
+from penstock.engine.protocol.lora import Adapter
+from penstock.environment import ALLOW_RUNTIME_LORA
+from penstock.server.errors import ApiError
+from penstock.server.http.adapter_routes import AdapterRoutes, LoadAdapter
+from tests.support.loops import in_a_loop
+
+SQL, NEWER = Adapter("sql", "/sql", b"1" * 32), Adapter("sql", "/newer", b"2" * 32)
+NOTHING: Any = None
+
+
+class Loader:
+    """Stands for `client.adapters`. `fails`: no group can load an adapter."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.calls: list[tuple[str, str]] = []
+        self.restarts = 0  # of groups, between a load and the look whether all have the adapter
+
+    async def load(self, adapter: Adapter, loaded: dict[int, int], timeout: float) -> None:
+        self.calls.append(("load", adapter.path))
+        if self.fails:
+            raise EngineError(400, "no such file")
+
+    async def unload(self, adapter: Adapter, timeout: float) -> None:
+        self.calls.append(("unload", adapter.path))
+
+    def has_all(self, loaded: dict[int, int]) -> bool:
+        self.restarts -= 1
+        return self.restarts < 0
+
+
+class Scene:
+    def __init__(self, registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.adapters, self.registry = Loader(), registry
+        client: Any = self
+        self.routes = AdapterRoutes(EngineConfig(model="/m"), client, NOTHING, ("m",), registry)
+        monkeypatch.setattr(self.routes, "_read", lambda name, path: next(a for a in (SQL, NEWER) if a.path == path))
+
+    async def load(self, adapter: Adapter, *, in_place: bool = False) -> None:
+        await self.routes._load_everywhere(LoadAdapter(adapter.name, adapter.path, in_place))
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    registry = AdapterRegistry.of([])
+    yield Scene(registry, monkeypatch)
+    registry.close()
+
+
+def test_routes_are_there_where_they_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = AdapterRegistry.of([])
+    one_node, two_nodes = EngineConfig(model="m"), EngineConfig(model="m", nodes=Nodes(count=2, address="127.0.0.1"))
+    for allowed, config, paths in (
+        ("0", one_node, []),
+        ("1", two_nodes, []),
+        ("1", one_node, ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"]),
+    ):
+        monkeypatch.setenv(ALLOW_RUNTIME_LORA.name, allowed)
+        assert [*AdapterRoutes(config, NOTHING, NOTHING, ("m",), registry).posts(NOTHING)] == paths
+    registry.close()
+
+
+@in_a_loop
+async def test_adapter_that_an_engine_refuses_is_nowhere(scene: Scene) -> None:
+    scene.adapters.fails = True
+    with pytest.raises(EngineError, match="no such file"):
+        await scene.load(SQL)
+    assert scene.adapters.calls == [("load", "/sql"), ("unload", "/sql")]
+    assert scene.registry.read() == AdapterList(()) and not scene.routes.by_name
+    assert scene.registry.lock()
+
+
+@in_a_loop
+async def test_adapter_that_cannot_be_replaced_stays(scene: Scene) -> None:
+    await scene.load(SQL)
+    with pytest.raises(ApiError, match="has already been loaded"):
+        await scene.load(NEWER)
+    scene.adapters.fails = True
+    with pytest.raises(EngineError):
+        await scene.load(NEWER, in_place=True)
+    assert scene.routes.by_name == {"sql": SQL}
+    scene.adapters.fails = False
+    await scene.load(NEWER, in_place=True)
+    assert scene.routes.by_name == {"sql": NEWER} and scene.adapters.calls[-1] == ("unload", "/sql")
+
+
+@in_a_loop
+async def test_group_that_began_anew_meanwhile_is_asked_again(scene: Scene) -> None:
+    scene.adapters.restarts = 2
+    await scene.load(SQL)
+    assert scene.adapters.calls == [("load", "/sql")] * 3
+
+
+@in_a_loop
+async def test_adapter_under_two_names_is_unloaded_with_the_second(scene: Scene) -> None:
+    await scene.load(SQL)
+    scene.registry.write(scene.registry.read().with_loaded(SQL._replace(name="too")))
+    await scene.routes._unload_everywhere("sql")
+    assert ("unload", "/sql") not in scene.adapters.calls
+    await scene.routes._unload_everywhere("too")
+    assert scene.adapters.calls[-1] == ("unload", "/sql") and not scene.routes.by_name
+    with pytest.raises(ApiError, match="cannot be found"):
+        await scene.routes._unload_everywhere("too")
