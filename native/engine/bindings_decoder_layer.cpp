@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "bindings_packed_linear.h"
+#include "bindings_rank_memory.h"
 #include "decoder_layer.h"
 #include "rotary.h"
 
@@ -37,7 +38,7 @@ struct BoundLayer {
     DecoderLayer layer{};
     std::optional<FloatArray> sinks;
 
-    BoundLayer(u64 cache, const std::array<NormArgument, 4>& norms, const LinearArguments& linears,
+    BoundLayer(u64 cache, const std::array<NormArgument, 6>& norms, const LinearArguments& linears,
                const std::array<u64, 4>& heads, float scale, u64 window, float softcap,
                std::optional<FloatArray> own_sinks)
         : sinks(std::move(own_sinks)) {
@@ -47,6 +48,8 @@ struct BoundLayer {
                  norm_of(norms[1]),
                  norm_of(norms[2]),
                  norm_of(norms[3]),
+                 norm_of(norms[4]),
+                 norm_of(norms[5]),
                  &qkv->get(),
                  &output->get(),
                  &gate_up->get(),
@@ -149,8 +152,9 @@ struct BoundStep {
 };
 
 void compute(const std::vector<const BoundLayer*>& bound, const BoundStep& step, std::pair<u64, u64> x,
-             std::pair<u64, u64> cos_sin, const NormArgument& final_norm, u64 out_address, u64 threads) {
-    require(!bound.empty(), "expected at least one layer");
+             const std::vector<std::pair<u64, u64>>& cos_sins, const NormArgument& final_norm, u64 out_address,
+             u64 threads, BoundRanks* ranks) {
+    require(!bound.empty() && cos_sins.size() == bound.size(), "expected at least one layer, each with a rotation");
     std::vector<const DecoderLayer*> layers;
     for (const BoundLayer* each : bound) {
         require(each->layer.cache < step.step.caches.size() && each->layer.size() == bound[0]->layer.size() &&
@@ -158,11 +162,13 @@ void compute(const std::vector<const BoundLayer*>& bound, const BoundStep& step,
                 "expected layers of one size, each with a cache, and of its dtype");
         layers.push_back(&each->layer);
     }
+    std::vector<CosSin> rotations;
+    for (auto [cos, sin] : cos_sins)
+        rotations.push_back({reinterpret_cast<const void*>(cos), reinterpret_cast<const void*>(sin)});
     if (step.step.tokens == 0) return;
     python::GilRelease released;
-    compute_layers(layers, step.step, reinterpret_cast<const void*>(x.first), x.second,
-                   reinterpret_cast<const void*>(cos_sin.first), reinterpret_cast<const void*>(cos_sin.second),
-                   norm_of(final_norm), reinterpret_cast<void*>(out_address), threads);
+    compute_layers(layers, step.step, reinterpret_cast<const void*>(x.first), x.second, rotations, norm_of(final_norm),
+                   reinterpret_cast<void*>(out_address), threads, ranks == nullptr ? nullptr : &ranks->get());
 }
 
 }  // namespace
@@ -171,7 +177,7 @@ void bind_decoder_layer(nb::module_& m) {
     nb::class_<BoundLayer>(
         m, "DecoderLayer",
         "A layer in bfloat16 or float32: attention and a gated MLP, a norm before each, and residuals.")
-        .def(nb::init<u64, const std::array<NormArgument, 4>&, const LinearArguments&, const std::array<u64, 4>&, float,
+        .def(nb::init<u64, const std::array<NormArgument, 6>&, const LinearArguments&, const std::array<u64, 4>&, float,
                       u64, float, std::optional<FloatArray>>(),
              "cache"_a, "norms"_a, "linears"_a, "heads"_a, "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
              "sinks"_a = nb::none(), nb::keep_alive<1, 4>(),
@@ -180,7 +186,8 @@ void bind_decoder_layer(nb::module_& m) {
                      "float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None "
                      "= None) -> None"),
              "`cache`: index of the layer's keys and values. `norms`: address of the weights or 0, epsilon, whether "
-             "the factor is 1 + w; before attention, before the MLP, of queries, of keys. `linears`: queries, keys "
+             "the factor is 1 + w; before attention, of its result, before the MLP, of its result, of queries, of "
+             "keys. `linears`: queries, keys "
              "and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of "
              "a value. The rest is as in `prefill_attention`. The caller checks the addresses.")
         .def("set_adapter", &BoundLayer::set_adapter, "adapter"_a, "product"_a, "a"_a, "b"_a, nb::keep_alive<1, 4>(),
@@ -205,12 +212,13 @@ void bind_decoder_layer(nb::module_& m) {
         .def("set_runs", &BoundStep::set_runs, "runs"_a,
              "Sets the tokens that have an adapter: number of the adapter, first token and token behind the last, in "
              "the order of the tokens.");
-    m.def("compute_layers", &compute, "layers"_a, "step"_a, "x"_a, "cos_sin"_a, "final_norm"_a, "out_address"_a,
-          "threads"_a,
+    m.def("compute_layers", &compute, "layers"_a, "step"_a, "x"_a, "cos_sins"_a, "final_norm"_a, "out_address"_a,
+          "threads"_a, "ranks"_a.none() = nb::none(),
           "Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in "
           "elements. "
-          "`cos_sin`: addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. The "
-          "caller checks the addresses.");
+          "`cos_sins`: of each layer, addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the "
+          "result. `ranks`: of a model with several; all compute the same tokens. The caller checks the addresses. "
+          "Raises RuntimeError if a rank ends.");
 }
 
 }  // namespace penstock::engine

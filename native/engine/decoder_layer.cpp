@@ -37,8 +37,8 @@ Buffers buffers_of(const std::vector<const DecoderLayer*>& layers, u64 tokens) {
     return {memory, memory + size, memory + 2 * size, memory + 2 * size + wide, memory + 2 * size + wide + queries};
 }
 
-void rotate(const DecoderLayer& layer, const AttentionStep& step, const void* cos, const void* sin,
-            const Buffers& buffers, u64 threads) {
+void rotate(const DecoderLayer& layer, const AttentionStep& step, const CosSin& rotation, const Buffers& buffers,
+            u64 threads) {
     i64 stride = static_cast<i64>(layer.qkv->results());
     u64 nbytes = nbytes_of(layer.dtype());
     const u8* keys = buffers.wide + layer.query_size() * nbytes;
@@ -48,8 +48,8 @@ void rotate(const DecoderLayer& layer, const AttentionStep& step, const void* co
                     {buffers.wide, stride, layer.query_norm.weight, layer.num_heads},
                     {keys, stride, layer.key_norm.weight, layer.num_kv_heads},
                     {values, stride, nullptr, layer.num_kv_heads},
-                    cos,
-                    sin,
+                    rotation.cos,
+                    rotation.sin,
                     layer.query_norm.epsilon,
                     layer.query_norm.adds_one,
                     layer.head_size,
@@ -130,8 +130,8 @@ Addend low_ranks(const DecoderLayer& layer, DecoderLayer::Product product, const
 }  // namespace
 
 void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const void* x,
-                    u64 x_stride, const void* cos, const void* sin, const NormWeights& final_norm, void* out,
-                    u64 threads) {
+                    u64 x_stride, const std::vector<CosSin>& rotations, const NormWeights& final_norm, void* out,
+                    u64 threads, RankMemory* ranks) {
     u64 tokens = step.tokens, size = layers[0]->size();
     Buffers buffers = buffers_of(layers, tokens);
     const void* added = nullptr;  // what the half before has computed
@@ -142,19 +142,30 @@ void compute_layers(const std::vector<const DecoderLayer*>& layers, const Attent
         if (added != nullptr) x = out, x_stride = size;
         added = buffers.delta;
     };
-    for (const DecoderLayer* layer : layers) {
+    // Ends a half of a layer: sums of all ranks, and their norm.
+    auto finish = [&](const NormWeights& weights) {
+        if (ranks != nullptr) ranks->sum(buffers.delta, tokens * size, layers[0]->dtype());
+        if (weights.weight == nullptr) return;
+        compute_norm({layers[0]->dtype(), buffers.delta, weights.weight, buffers.delta, tokens, size,
+                      static_cast<i64>(size), weights.epsilon, weights.adds_one, nullptr, nullptr},
+                     threads);
+    };
+    for (u64 number = 0; number < layers.size(); ++number) {
+        const DecoderLayer* layer = layers[number];
         auto multiply = [&](DecoderLayer::Product product, const PackedLinear& linear, const void* from, void* to) {
             Addend addend = low_ranks(*layer, product, linear, step, from, threads);
             compute_linear(linear, from, linear.inputs, tokens, to, linear.results(), threads, addend);
         };
         norm(layer->attention_norm, buffers.normed);
         multiply(DecoderLayer::QKV, *layer->qkv, buffers.normed, buffers.wide);
-        rotate(*layer, step, cos, sin, buffers, threads);
+        rotate(*layer, step, rotations[number], buffers, threads);
         attend(*layer, step, buffers, threads);
         multiply(DecoderLayer::OUTPUT, *layer->output, buffers.attended, buffers.delta);
+        finish(layer->attended_norm);
         norm(layer->mlp_norm, buffers.normed);
         multiply(DecoderLayer::GATE_UP, *layer->gate_up, buffers.normed, buffers.wide);
         multiply(DecoderLayer::DOWN, *layer->down, buffers.wide, buffers.delta);
+        finish(layer->mlp_result_norm);
     }
     norm(final_norm, out);
 }

@@ -3,12 +3,16 @@
 //     x += output(attention(rotary(qkv(norm(x)))))
 //     x += down(silu(gate(norm(x))) * up(norm(x)))
 //
+// Each sum may have a norm of what is added (Gemma). Of several ranks, each has some of the heads and of the gate's
+// outputs, and all ranks add up what is added.
+//
 // All numbers between two kernels lie in memory that the calling thread keeps from one call to the next.
 #pragma once
 #include <array>
 #include <vector>
 
 #include "packed_linear.h"
+#include "rank_memory.h"
 
 namespace penstock::engine {
 
@@ -32,7 +36,8 @@ struct AdapterRun {
 struct DecoderLayer {
     enum Product : u64 { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
 
-    NormWeights attention_norm, mlp_norm;
+    NormWeights attention_norm, attended_norm;  // before the attention, and of its result
+    NormWeights mlp_norm, mlp_result_norm;
     NormWeights query_norm, key_norm;                   // of heads, of one kind
     const PackedLinear *qkv, *output, *gate_up, *down;  // `gate_up` is gated
     u64 num_heads, num_kv_heads, head_size, value_size;
@@ -72,10 +77,15 @@ struct AttentionStep {
     std::vector<AdapterRun> runs;  // in the order of the tokens
 };
 
+struct CosSin {
+    const void *cos, *sin;  // [tokens][head_size]
+};
+
 // Computes the hidden states of all tokens, all of one dtype: `x` [tokens] with a stride becomes `out` [tokens][size].
-// `final_norm` is applied to the result. `cos` and `sin`: [tokens][head_size]. Nothing is checked.
+// `final_norm` is applied to the result. `rotations`: of each layer. `ranks`: of the model; nullptr: one. Nothing is
+// checked.
 void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const void* x,
-                    u64 x_stride, const void* cos, const void* sin, const NormWeights& final_norm, void* out,
-                    u64 threads);
+                    u64 x_stride, const std::vector<CosSin>& rotations, const NormWeights& final_norm, void* out,
+                    u64 threads, RankMemory* ranks);
 
 }  // namespace penstock::engine

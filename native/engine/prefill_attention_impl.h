@@ -90,16 +90,11 @@ inline void begin(const PrefillAttention& p, u64 kv_head, Group& group) {
     }
 }
 
-// Not a part of `weigh`, which keeps vectors in registers: calls would spill these.
-[[gnu::noinline]] void cap(const PrefillAttention& p, float* scores) {
-    for (u64 i = 0; i < POSITIONS; ++i) scores[i] = __builtin_tanhf(scores[i] * p.scale / p.softcap) * p.softcap;
-}
-
 // Turns the scores of a row into weights, of the positions [begin, end) of the tile. The other weights become zeros.
 template <bool IS_WHOLE>
 inline void weigh(const PrefillAttention& p, Group& group, u64 row, u64 begin, u64 end) {
     constexpr u64 VECTORS = POSITIONS / LANES;
-    if (p.softcap != 0.0f) cap(p, group.scores + row * POSITIONS);
+    if (p.softcap != 0.0f) cap_scores(group.scores + row * POSITIONS, POSITIONS, p.scale, p.softcap);
     Floats scores[VECTORS], greatest = Floats{} + group.maxima[row];
     Indices lanes;
     for (u64 lane = 0; lane < LANES; ++lane) lanes[lane] = static_cast<i32>(lane);

@@ -109,7 +109,7 @@ class LoadedModel:
         self.max_short_prompt = rope.by_row(stock.get_decoder(), text)
         if self.max_short_prompt is not None and hasattr(stock.base_model, "get_rope_index"):
             raise ValueError(f"{stock.config.model_type!r} with rope_type longrope is not supported")
-        self._decoder = find_decoder(stock.get_decoder())
+        self._decoder = find_decoder(stock.get_decoder(), ranks)
         self._cuda_decoder: CudaDecoder | None = None
         probe = self._probe()
         self.shapes = probe.shapes
@@ -231,8 +231,7 @@ def load(
     if device.type == "cpu":
         replace_norms(stock)
         replace_attentions(stock)
-        if ranks.size == 1:  # hooks of the parts of a layer add up what several ranks have
-            replace_layers(stock)
+        replace_layers(stock, ranks)
     loaded = load_adapters(stock, adapters, slices, device) if adapters else None
     sums_attention = ranks.size == 1 or outputs_are_summed(stock, slices)
     model = LoadedModel(stock, ranks, device, sums_attention=sums_attention, adapters=loaded)

@@ -10,7 +10,17 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
 from torch import nn  # noqa: E402
-from transformers import Gemma2Config, Gemma2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model  # noqa: E402
+from transformers import (  # noqa: E402
+    Gemma2Config,
+    Gemma2Model,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    LlamaConfig,
+    LlamaModel,
+    Qwen3Config,
+    Qwen3Model,
+)
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
 
 from penstock.engine import _native  # noqa: E402
@@ -19,6 +29,7 @@ from penstock.engine.worker.cpu_decoder import CpuLayer, find_decoder, replace_l
 from penstock.engine.worker.cpu_linear import FLOAT32_KERNELS, pack_linears  # noqa: E402
 from penstock.engine.worker.cpu_norm import replace_norms  # noqa: E402
 from penstock.engine.worker.paged_attention import NAME, KVCache, KVCacheShape, PagedAttention  # noqa: E402
+from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 from tests.support.models import BLOCK_SIZE, batch_of_rows  # noqa: E402
 
 SIZES = {
@@ -31,11 +42,14 @@ SIZES = {
     "head_dim": 32,
 }
 WINDOWS = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS = {
     "llama": (LlamaModel, LlamaConfig, {}),
     "biases": (LlamaModel, LlamaConfig, {"attention_bias": True}),
     "qwen3": (Qwen3Model, Qwen3Config, {}),
     "windows": (Qwen3Model, Qwen3Config, WINDOWS),
+    "gemma2": (Gemma2Model, Gemma2Config, {"sliding_window": 8, "attn_logit_softcapping": 2.0}),
+    "gemma3": (Gemma3TextModel, Gemma3TextConfig, {"sliding_window": 8, "layer_types": LAYERS}),
 }
 ROWS = {
     "decode": [(5, 1), (30, 1), (17, 1)],
@@ -45,6 +59,11 @@ BLOCKS = 100
 
 
 class ScaledLayer(LlamaDecoderLayer):
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return super().forward(*arguments, **options) * 2
+
+
+class ScaledGemmaLayer(Gemma2DecoderLayer):
     def forward(self, *arguments: Any, **options: Any) -> Any:
         return super().forward(*arguments, **options) * 2
 
@@ -75,8 +94,9 @@ def built(kind: Any, config_kind: Any, more: dict[str, Any], dtype: torch.dtype 
 
 
 def replaced(model: Any) -> Any:
-    for replace in (pack_linears, replace_norms, replace_attentions, replace_layers):
+    for replace in (pack_linears, replace_norms, replace_attentions):
         replace(model)
+    replace_layers(model, TPGroup())
     return model
 
 
@@ -113,7 +133,7 @@ def test_decoder_computes_what_transformers_does(name: str, rows: str) -> None:
     stock = hidden(built(*MODELS[name]), ROWS[rows])
     exact = hidden(built(*MODELS[name], torch.float32), ROWS[rows], torch.float32)
     model = replaced(built(*MODELS[name]))
-    decoder = find_decoder(model)
+    decoder = find_decoder(model, TPGroup())
     assert layers_of(model) == [True] * 3 and decoder is not None
     paged, ids, positions = step_of(ROWS[rows], torch.bfloat16)
     actual = decoder.hidden(model.embed_tokens(ids), positions, paged)
@@ -129,7 +149,7 @@ def test_decoder_computes_what_transformers_does(name: str, rows: str) -> None:
 def test_decoder_computes_decode_steps_in_float32(name: str) -> None:
     stock, model = (built(*MODELS[name], torch.float32) for _ in range(2))
     replaced(model)
-    decoder = find_decoder(model)
+    decoder = find_decoder(model, TPGroup())
     if not layers_of(model)[0]:
         assert _native.linear_kernel() not in FLOAT32_KERNELS and decoder is None
         return
@@ -147,23 +167,23 @@ def test_decoder_computes_decode_steps_in_float32(name: str) -> None:
 @torch.inference_mode()
 def test_decoder_refuses_a_cache_of_another_dtype() -> None:
     model = replaced(built(*MODELS["llama"]))
-    decoder = find_decoder(model)
+    decoder = find_decoder(model, TPGroup())
     paged, ids, positions = step_of(ROWS["decode"], torch.float32)
     with pytest.raises(ValueError, match="expected layers of one size, each with a cache, and of its dtype"):
         decoder.hidden(model.embed_tokens(ids), positions, paged)  # type: ignore[union-attr]
 
 
 @torch.inference_mode()
-def test_layers_that_compute_something_else_stay() -> None:
-    model = built(*MODELS["llama"])
-    scaled = ScaledLayer(model.config, 1).to(torch.bfloat16)
+@pytest.mark.parametrize(("name", "kind"), [("llama", ScaledLayer), ("gemma2", ScaledGemmaLayer)])
+def test_layers_that_compute_something_else_stay(name: str, kind: Any) -> None:
+    model = built(*MODELS[name])
+    scaled = kind(model.config, 1).to(torch.bfloat16)
     scaled.load_state_dict(model.layers[1].state_dict())
     model.layers[1] = scaled
     stock = hidden(model, ROWS["decode"])
     replaced(model)
-    assert layers_of(model) == [True, False, True] and find_decoder(model) is None
+    assert layers_of(model) == [True, False, True] and find_decoder(model, TPGroup()) is None
     torch.testing.assert_close(hidden(model, ROWS["decode"]), stock, rtol=0.05, atol=0.1)
-    assert layers_of(replaced(built(Gemma2Model, Gemma2Config, {}))) == [False] * 3
     assert layers_of(replaced(built(*MODELS["llama"], torch.float16))) == [False] * 3
 
 
@@ -171,7 +191,7 @@ def test_layers_that_compute_something_else_stay() -> None:
 @pytest.mark.parametrize("kind", [ScaledLlama, ReversedLlama])
 def test_decoder_that_connects_layers_otherwise_stays(kind: Any) -> None:
     model = replaced(built(kind, LlamaConfig, {}))
-    assert layers_of(model) == [True] * 3 and find_decoder(model) is None
+    assert layers_of(model) == [True] * 3 and find_decoder(model, TPGroup()) is None
 
 
 def test_step_refuses_missing_blocks() -> None:
