@@ -150,14 +150,15 @@ def targets(run: Run, options: Any) -> Iterator[Target]:
         for dtype in options.dtypes.split(","):
             rates = measure(run, family, dtype, options)
             for (way, rows), figures in rates.items():
-                run.output.record("rate", "penstock", family=family, dtype=dtype, way=way, rows=rows, tokens_per_s=figures)
+                case = {"family": family, "dtype": dtype, "way": way, "rows": rows}
+                run.output.record("rate", "penstock", **case, tokens_per_s=figures)
             table = [(f"{way}, {rows} rows", [short(median(figures))]) for (way, rows), figures in rates.items()]
             run.output.table(f"{family}, {dtype}", ["tokens/s"], table)
             for rows in ROWS:
                 for way, other, limit in ((NATIVE, MODULES, 1.0), (RANKS, NATIVE, MIN_RANKS)):
                     ratios = [own / base for own, base in zip(rates[way, rows], rates[other, rows], strict=True)]
-                    case = f"{family}, {dtype}, {rows} rows: {way} over {other}"
-                    yield Target(case, limit, "x", median(ratios), is_least=True)
+                    what = f"{family}, {dtype}, {rows} rows: {way} over {other}"
+                    yield Target(what, limit, "x", median(ratios), is_least=True)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <stdexcept>
 
@@ -111,6 +112,20 @@ struct BoundStep {
         }
     }
 
+    void set_read(const Int64Array& tokens) {
+        step.ends.clear();
+        for (const AttentionStep::Chunk& chunk : step.chunks) {
+            i64 last = static_cast<i64>(chunk.first + chunk.tokens - 1);
+            if (std::find(tokens.data(), tokens.data() + tokens.size(), last) != tokens.data() + tokens.size())
+                step.ends.push_back({static_cast<u64>(last), 1, chunk.seq_len, chunk.blocks});
+        }
+        u64 behind = 0;
+        for (u64 index = 0; index < tokens.size(); ++index)
+            behind += tokens.data()[index] < 0 || static_cast<u64>(tokens.data()[index]) >= step.num_seqs;
+        require(behind == step.ends.size(), "expected rows of one token, and last tokens of chunks");
+        step.reads_ends = true;
+    }
+
     BoundStep(const Array<i64, nb::ndim<2>>& caches, u64 num_blocks, u64 block_size, Int64Array own_places,
               Array<i32, nb::ndim<2>> own_tables, Int64Array own_lens, std::vector<ChunkArgument> own_chunks,
               bool is_float32)
@@ -211,7 +226,11 @@ void bind_decoder_layer(nb::module_& m) {
              "not there.")
         .def("set_runs", &BoundStep::set_runs, "runs"_a,
              "Sets the tokens that have an adapter: number of the adapter, first token and token behind the last, in "
-             "the order of the tokens.");
+             "the order of the tokens.")
+        .def("set_read", &BoundStep::set_read, "tokens"_a,
+             nb::sig("def set_read(self, tokens: numpy.typing.NDArray[numpy.int64]) -> None"),
+             "Sets the tokens whose hidden states are read: rows of one token, and last tokens of chunks. Those of "
+             "other tokens of chunks may be anything after several layers. Raises ValueError.");
     m.def("compute_layers", &compute, "layers"_a, "step"_a, "x"_a, "cos_sins"_a, "final_norm"_a, "out_address"_a,
           "threads"_a, "ranks"_a.none() = nb::none(),
           "Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in "

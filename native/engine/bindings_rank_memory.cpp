@@ -1,9 +1,10 @@
 // bindings_rank_memory.cpp: sums of the ranks of a model, for tensors of torch, which are given by their addresses.
+#include "bindings_rank_memory.h"
+
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 
-#include "bindings_rank_memory.h"
 #include "gil.h"
 
 namespace penstock::engine {
@@ -21,11 +22,12 @@ BoundRanks::BoundRanks(Bytes memory, u64 rank, u64 ranks, std::vector<int> pidfd
 
 void bind_rank_memory(nb::module_& m) {
     nb::class_<BoundRanks>(m, "RankMemory", "Adds up numbers of all ranks of a model, in memory that the ranks share.")
-        .def(nb::init<BoundRanks::Bytes, u64, u64, std::vector<int>>(), "memory"_a, "rank"_a, "ranks"_a, "pidfds"_a,
-             nb::sig("def __init__(self, memory: numpy.typing.NDArray[numpy.uint8], rank: int, ranks: int, pidfds: "
-                     "Sequence[int]) -> None"),
-             "`memory`: of `rank_memory_nbytes` zeros, which all ranks map. `pidfds`: of the processes of all ranks, by "
-             "rank; empty: no rank ends before this one.")
+        .def(
+            nb::init<BoundRanks::Bytes, u64, u64, std::vector<int>>(), "memory"_a, "rank"_a, "ranks"_a, "pidfds"_a,
+            nb::sig("def __init__(self, memory: numpy.typing.NDArray[numpy.uint8], rank: int, ranks: int, pidfds: "
+                    "Sequence[int]) -> None"),
+            "`memory`: of `rank_memory_nbytes` zeros, which all ranks map. `pidfds`: of the processes of all ranks, by "
+            "rank; empty: no rank ends before this one.")
         .def(
             "sum",
             [](BoundRanks& bound, u64 address, u64 count, bool is_bfloat16) {

@@ -74,6 +74,8 @@ struct AttentionStep {
     const i64* seq_lens;
     std::vector<i64> zeros;        // first positions without a window
     std::vector<Chunk> chunks;     // none in float32, for which there is no kernel
+    std::vector<Chunk> ends;       // last tokens of chunks: if `reads_ends`, those with results that the caller reads
+    bool reads_ends;               // else the caller reads the results of all tokens
     std::vector<AdapterRun> runs;  // in the order of the tokens
 };
 
@@ -82,8 +84,8 @@ struct CosSin {
 };
 
 // Computes the hidden states of all tokens, all of one dtype: `x` [tokens] with a stride becomes `out` [tokens][size].
-// `final_norm` is applied to the result. `rotations`: of each layer. `ranks`: of the model; nullptr: one. Nothing is
-// checked.
+// `final_norm` is applied to the result. `rotations`: of each layer. `ranks`: of the model; nullptr: one. Of tokens
+// that the caller does not read, the last of several layers computes keys and values only. Nothing is checked.
 void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const void* x,
                     u64 x_stride, const std::vector<CosSin>& rotations, const NormWeights& final_norm, void* out,
                     u64 threads, RankMemory* ranks);

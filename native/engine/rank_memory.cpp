@@ -76,7 +76,8 @@ void RankMemory::await(u64 rank) {
         if (woken == Woken::ready) return;
         if (woken == Woken::deadline)
             throw std::runtime_error(format("expected rank %llu of the model to compute its part within %llu s",
-                                            (unsigned long long)rank, (unsigned long long)(TIMEOUT_NS / NS_OF_A_SECOND)));
+                                            (unsigned long long)rank,
+                                            (unsigned long long)(TIMEOUT_NS / NS_OF_A_SECOND)));
         require_alive(rank);
         if (is_written()) return;
     }

@@ -91,6 +91,7 @@ def _answer(
 ) -> None:
     torch.set_num_threads(1)
     ranks = TPGroup(rank, size, rendezvous, device if device == "cpu" else "cuda:0", "gloo")
+    assert (ranks.memory is not None) == (device == "cpu"), "the ranks are on one machine"
     results = {}
     for path, raw in json.loads(Path(folder, "work").read_text()).items():
         requests = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs], tokens) for prompt, inputs in raw]

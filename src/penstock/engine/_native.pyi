@@ -256,6 +256,11 @@ class AttentionStep:
         Sets the tokens that have an adapter: number of the adapter, first token and token behind the last, in the order of the tokens.
         """
 
+    def set_read(self, tokens: numpy.typing.NDArray[numpy.int64]) -> None:
+        """
+        Sets the tokens whose hidden states are read: rows of one token, and last tokens of chunks. Those of other tokens of chunks may be anything after several layers. Raises ValueError.
+        """
+
 def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sins: Sequence[tuple[int, int]], final_norm: tuple[int, float, bool], out_address: int, threads: int, ranks: RankMemory | None = None) -> None:
     """
     Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in elements. `cos_sins`: of each layer, addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. `ranks`: of a model with several; all compute the same tokens. The caller checks the addresses. Raises RuntimeError if a rank ends.

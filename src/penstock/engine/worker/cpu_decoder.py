@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine import _native
+from penstock.engine.protocol.columns import Index
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_attention import CpuAttention
 from penstock.engine.worker.cpu_linear import GatedMlp, Product, SharedProduct
@@ -63,15 +64,22 @@ class CpuDecoder:
         self._norm: RmsNorm = decoder.norm.forward
 
     def hidden(
-        self, embeds: Tensor, position_ids: Tensor, paged: PagedAttention, runs: Sequence[AdapterRun] = ()
+        self,
+        embeds: Tensor,
+        position_ids: Tensor,
+        paged: PagedAttention,
+        runs: Sequence[AdapterRun] = (),
+        read: Index | None = None,
     ) -> Tensor | None:
         """Returns hidden states [1, tokens, size] of embeddings; None: the step needs the modules of the decoder.
-        `runs`: tokens with adapters."""
+        `runs`: tokens with adapters. `read`: tokens of which the caller reads the hidden states; None: all."""
         step = paged.native_step
         if step is None:
             return None
         if runs:
             step.set_runs(runs)
+        if read is not None:
+            step.set_read(read)
         of_kinds = {kind: rope.embed(self._rotary, embeds, position_ids, kind) for kind in dict.fromkeys(self._kinds)}
         if not all(self._attention.can_rotate(embeds, embeddings) for embeddings in of_kinds.values()):
             return None

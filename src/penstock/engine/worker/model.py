@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.engine.cluster.logs import event
 from penstock.engine.model_dir import VISION, require_family
+from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.config import require_dtype
 from penstock.engine.protocol.lora import Adapter
 from penstock.engine.worker import rope, weight_loader
@@ -149,12 +150,14 @@ class LoadedModel:
         positions: Tensor,
         embeds: InputEmbeds | None = None,
         runs: Sequence[AdapterRun] = (),
+        read: Index | None = None,
     ) -> Tensor:
         """Returns the hidden states of a sequence of tokens: `ids` [tokens], or `embeds` instead of their embeddings;
-        `positions` [tokens] or [3, tokens], see `rope`. `runs`: tokens with adapters."""
+        `positions` [tokens] or [3, tokens], see `rope`. `runs`: tokens with adapters. `read`: tokens of which the caller
+        reads the hidden states, among them all rows of one token; None: all."""
         if self._decoder is not None and isinstance(paged, PagedAttention) and (embeds is None or not embeds.added):
             tokens = self.embeds(ids) if embeds is None else embeds.tokens
-            native = self._decoder.hidden(tokens[None], positions.unsqueeze(-2), paged, runs)
+            native = self._decoder.hidden(tokens[None], positions.unsqueeze(-2), paged, runs, read)
             if native is not None:
                 return native[0]
         if runs and self.adapters is not None:

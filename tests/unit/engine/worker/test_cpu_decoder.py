@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
+import numpy  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import (  # noqa: E402
     Gemma2Config,
@@ -165,6 +166,25 @@ def test_decoder_computes_decode_steps_in_float32(name: str) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("name", ["windows", "gemma3"])
+def test_hidden_states_that_are_read_have_the_same_bits(name: str) -> None:
+    model = replaced(built(*MODELS[name]))
+    decoder = find_decoder(model, TPGroup())
+    paged, ids, positions = step_of(ROWS["mixed"], torch.bfloat16)
+    arguments = model.embed_tokens(ids), positions, paged
+    whole = decoder.hidden(*arguments)  # type: ignore[union-attr]
+    if whole is None:
+        pytest.skip("torch computes chunks")
+    for read in ([0, 1, 151, 163, 165], [163, 0], [1], []):
+        tokens = numpy.array(read, numpy.intp)
+        part = decoder.hidden(*arguments, read=tokens)  # type: ignore[union-attr]
+        assert torch.equal(part[0, read], whole[0, read]), read
+    for read in ([2], [150], [-1], [0, 166]):
+        with pytest.raises(ValueError, match="expected rows of one token, and last tokens of chunks"):
+            decoder.hidden(*arguments, read=numpy.array(read, numpy.intp))  # type: ignore[union-attr]
+
+
+@torch.inference_mode()
 def test_decoder_refuses_a_cache_of_another_dtype() -> None:
     model = replaced(built(*MODELS["llama"]))
     decoder = find_decoder(model, TPGroup())
@@ -195,7 +215,6 @@ def test_decoder_that_connects_layers_otherwise_stays(kind: Any) -> None:
 
 
 def test_step_refuses_missing_blocks() -> None:
-    numpy = pytest.importorskip("numpy")
     caches, table = numpy.zeros((1, 2), numpy.int64), numpy.zeros((1, 2), numpy.int32)
     ones = numpy.ones(1, numpy.int64)
     _native.AttentionStep(caches, 4, 8, ones, table, ones, [])
