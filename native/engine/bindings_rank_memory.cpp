@@ -40,13 +40,13 @@ void bind_rank_memory(nb::module_& m) {
             "ends. The caller checks the address.")
         .def(
             "gather",
-            [](BoundRanks& bound, u64 address, u64 nbytes, u64 out_address) {
+            [](BoundRanks& bound, u64 address, u64 rows, u64 nbytes, u64 out_address) {
                 python::GilRelease released;
-                bound.get().gather(reinterpret_cast<const void*>(address), nbytes,
+                bound.get().gather(reinterpret_cast<const void*>(address), rows, nbytes,
                                    reinterpret_cast<void*>(out_address));
             },
-            "address"_a, "nbytes"_a, "out_address"_a,
-            "Copies the bytes of all ranks to `out_address`, rank by rank. Blocks and raises as `sum`.");
+            "address"_a, "rows"_a, "nbytes"_a, "out_address"_a,
+            "Copies rows of bytes of all ranks to [rows, ranks, nbytes] at `out_address`. Blocks and raises as `sum`.");
     m.def("rank_memory_nbytes", &RankMemory::nbytes_of, "ranks"_a, "Bytes of the memory of so many ranks.");
 }
 

@@ -46,12 +46,16 @@ void RankMemory::sum(void* numbers, u64 count, DType dtype) {
     }
 }
 
-void RankMemory::gather(const void* bytes, u64 nbytes, void* out) {
-    for (u64 first = 0; first < nbytes; first += PART_NBYTES) {
-        u64 some = std::min(nbytes - first, PART_NBYTES);
-        exchange(static_cast<const u8*>(bytes) + first, some);
+void RankMemory::gather(const void* bytes, u64 rows, u64 nbytes, void* out) {
+    for (u64 first = 0; first < rows * nbytes; first += PART_NBYTES) {
+        u64 end = std::min(rows * nbytes, first + PART_NBYTES);
+        exchange(static_cast<const u8*>(bytes) + first, end - first);
         for (u64 rank = 0; rank < ranks_; ++rank)
-            std::memcpy(static_cast<u8*>(out) + rank * nbytes + first, part(rank), some);
+            for (u64 at = first, some = 0; at < end; at += some) {  // what is left of a row
+                some = std::min(end - at, nbytes - at % nbytes);
+                u64 place = (at / nbytes * ranks_ + rank) * nbytes + at % nbytes;
+                std::memcpy(static_cast<u8*>(out) + place, part(rank) + (at - first), some);
+            }
     }
 }
 

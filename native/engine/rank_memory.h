@@ -32,8 +32,8 @@ class RankMemory {
     // Adds up the numbers of all ranks, in place. Throws std::runtime_error if a rank ends, or does not come.
     void sum(void* numbers, u64 count, DType dtype);
 
-    // Copies the bytes of all ranks to `out` [ranks][nbytes]. Throws as `sum`.
-    void gather(const void* bytes, u64 nbytes, void* out);
+    // Copies rows of bytes of all ranks to `out` [rows][ranks][nbytes]. Throws as `sum`.
+    void gather(const void* bytes, u64 rows, u64 nbytes, void* out);
 
     u64 ranks() const { return ranks_; }
 

@@ -214,9 +214,9 @@ class RankMemory:
         Adds up numbers of all ranks, in place. Blocks until all ranks have called. Raises RuntimeError if a rank ends. The caller checks the address.
         """
 
-    def gather(self, address: int, nbytes: int, out_address: int) -> None:
+    def gather(self, address: int, rows: int, nbytes: int, out_address: int) -> None:
         """
-        Copies the bytes of all ranks to `out_address`, rank by rank. Blocks and raises as `sum`.
+        Copies rows of bytes of all ranks to [rows, ranks, nbytes] at `out_address`. Blocks and raises as `sum`.
         """
 
 def rank_memory_nbytes(ranks: int) -> int:

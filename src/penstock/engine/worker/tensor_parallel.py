@@ -138,20 +138,15 @@ class TPGroup:
             return torch.cat([tensor.contiguous() for _ in range(self.size)], dim=-1)
         own = tensor.cpu() if self._uses_host else tensor.contiguous()
         if self.memory is not None:
-            return torch.cat(self._gather_in_memory(self.memory, own), dim=-1)
+            return gather_in_memory(self.memory, own, self.size).flatten(-2)
         parts = [torch.empty_like(own) for _ in range(self.size)]
         torch.distributed.all_gather(parts, own)
         return torch.cat(parts, dim=-1).to(tensor.device)
 
-    def _gather_in_memory(self, memory: _native.RankMemory, own: Tensor) -> list[Tensor]:
-        parts = own.new_empty(self.size, *own.shape)
-        memory.gather(own.data_ptr(), own.nbytes, parts.data_ptr())
-        return list(parts)
-
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copies the tensor of rank `source` to all ranks, in place."""
         if self.memory is not None and tensor.is_contiguous() and tensor.nbytes <= MAX_SENT_NBYTES:
-            return tensor.copy_(self._gather_in_memory(self.memory, tensor)[source])
+            return tensor.copy_(gather_in_memory(self.memory, tensor.view(-1), self.size)[source].view(tensor.shape))
         return self._in_place(tensor, lambda shared: torch.distributed.broadcast(shared, source))
 
     def _in_place(self, tensor: Tensor, operate: Callable[[Tensor], object]) -> Tensor:
@@ -172,6 +167,15 @@ class TPGroup:
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
         least: list[int] = tensor.tolist()
         return least
+
+
+def gather_in_memory(memory: _native.RankMemory, own: Tensor, size: int) -> Tensor:
+    """Returns the rows [..., width] of all ranks, as [..., ranks, width]."""
+    width = own.shape[-1]
+    rows = own.numel() // max(1, width)
+    out = own.new_empty(*own.shape[:-1], size, width)
+    memory.gather(own.data_ptr(), rows, width * own.itemsize, out.data_ptr())
+    return out
 
 
 def device_index(name: str) -> int:

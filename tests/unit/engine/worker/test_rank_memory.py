@@ -48,22 +48,22 @@ def test_ranks_add_up_in_float32_and_round_once(size: int, dtype: torch.dtype, s
             assert torch.equal(sums[rank][number], total.to(dtype)), (counts[number], rank)
 
 
-def test_ranks_gather_bytes_of_all_ranks(seed: int) -> None:
+def test_ranks_gather_rows_of_all_ranks(seed: int) -> None:
     drawn = random.Random(seed)
-    sizes = [0, 1, 63, 2 * PART + 7, *(drawn.randrange(5000) for _ in range(20))]
+    shapes = [(0, 5), (3, 0), (1, 1), (1, 2 * PART + 7), (7, PART // 3), *((3, drawn.randrange(5000)) for _ in range(9))]
+    generator = torch.Generator().manual_seed(seed)
+    inputs = [torch.randint(256, (3, *shape), generator=generator, dtype=torch.uint8) for shape in shapes]
 
     def compute(rank: int, memory: Any) -> list[torch.Tensor]:
         results = []
-        for number, nbytes in enumerate(sizes):
-            own = torch.full((nbytes,), 10 * rank + number % 10, dtype=torch.uint8)
-            results.append(torch.empty(3, nbytes, dtype=torch.uint8))
-            memory.gather(own.data_ptr(), nbytes, results[-1].data_ptr())
+        for each in inputs:
+            _, rows, nbytes = each.shape
+            results.append(torch.empty(rows, 3, nbytes, dtype=torch.uint8))
+            memory.gather(each[rank].data_ptr(), rows, nbytes, results[-1].data_ptr())
         return results
 
     for results in in_ranks(3, compute):
-        for number, each in enumerate(results):
-            expected = torch.tensor([[number % 10], [10 + number % 10], [20 + number % 10]], dtype=torch.uint8)
-            assert torch.equal(each, expected.expand(3, sizes[number]))
+        assert all(torch.equal(result, each.transpose(0, 1)) for result, each in zip(results, inputs, strict=True))
 
 
 def test_rank_raises_when_another_rank_ends() -> None:
