@@ -44,7 +44,8 @@ struct BoundLayer {
                std::optional<FloatArray> own_sinks)
         : sinks(std::move(own_sinks)) {
         auto [qkv, output, gate_up, down] = linears;
-        require(qkv != nullptr && output != nullptr && gate_up != nullptr && down != nullptr, "expected four layers");
+        require(qkv != nullptr && output != nullptr && (gate_up == nullptr) == (down == nullptr),
+                "expected four layers, or those of the attention");
         layer = {norm_of(norms[0]),
                  norm_of(norms[1]),
                  norm_of(norms[2]),
@@ -53,8 +54,8 @@ struct BoundLayer {
                  norm_of(norms[5]),
                  &qkv->get(),
                  &output->get(),
-                 &gate_up->get(),
-                 &down->get(),
+                 gate_up == nullptr ? nullptr : &gate_up->get(),
+                 down == nullptr ? nullptr : &down->get(),
                  heads[0],
                  heads[1],
                  heads[2],
@@ -74,19 +75,21 @@ struct BoundLayer {
                 "expected a projection from a hidden state to queries, keys and values");
         require(!output->get().is_gated && output->inputs() == layer.attended_size(),
                 "expected a projection from all heads to a hidden state");
-        require(gate_up->get().is_gated && gate_up->inputs() == size, "expected a gate for a hidden state");
-        require(!down->get().is_gated && down->inputs() == gate_up->results() && down->results() == size,
+        require(gate_up == nullptr || (gate_up->get().is_gated && gate_up->inputs() == size),
+                "expected a gate for a hidden state");
+        require(down == nullptr ||
+                    (!down->get().is_gated && down->inputs() == gate_up->results() && down->results() == size),
                 "expected a projection from the gate to a hidden state");
         for (const Linear* linear : {qkv, output, gate_up, down})
-            require(linear->get().dtype == layer.dtype(), "expected linear layers of one dtype");
+            require(linear == nullptr || linear->get().dtype == layer.dtype(), "expected linear layers of one dtype");
         require(!sinks || sinks->size() == layer.num_heads, "expected a sink for each query head, or none");
     }
 
     void set_adapter(u64 adapter, u64 product, const Linear& a, const Linear& b) {
         require(adapter < MAX_ADAPTERS && product < DecoderLayer::PRODUCTS, "expected an adapter and a product");
         const PackedLinear* linear = std::array{layer.qkv, layer.output, layer.gate_up, layer.down}[product];
-        require(a.inputs() == linear->inputs && b.inputs() == a.results() && b.results() == linear->outputs &&
-                    a.get().dtype == linear->dtype && b.get().dtype == linear->dtype,
+        require(linear != nullptr && a.inputs() == linear->inputs && b.inputs() == a.results() &&
+                    b.results() == linear->outputs && a.get().dtype == linear->dtype && b.get().dtype == linear->dtype,
                 "expected A and B for the inputs and outputs of the product, of its dtype");
         if (layer.adapters.size() <= adapter) layer.adapters.resize(adapter + 1);
         layer.adapters[adapter][product] = {&a.get(), &b.get()};
@@ -168,10 +171,11 @@ struct BoundStep {
 
 void compute(const std::vector<const BoundLayer*>& bound, const BoundStep& step, std::pair<u64, u64> x,
              const std::vector<std::pair<u64, u64>>& cos_sins, const NormArgument& final_norm, u64 out_address,
-             u64 threads, BoundRanks* ranks) {
+             u64 threads, BoundRanks* ranks, u64 normed_address) {
     require(!bound.empty() && cos_sins.size() == bound.size(), "expected at least one layer, each with a rotation");
     std::vector<const DecoderLayer*> layers;
     for (const BoundLayer* each : bound) {
+        require(each->layer.gate_up != nullptr || bound.size() == 1, "expected layers with an MLP, or one layer");
         require(each->layer.cache < step.step.caches.size() && each->layer.size() == bound[0]->layer.size() &&
                     each->layer.dtype() == step.step.dtype,
                 "expected layers of one size, each with a cache, and of its dtype");
@@ -183,7 +187,9 @@ void compute(const std::vector<const BoundLayer*>& bound, const BoundStep& step,
     if (step.step.tokens == 0) return;
     python::GilRelease released;
     compute_layers(layers, step.step, reinterpret_cast<const void*>(x.first), x.second, rotations, norm_of(final_norm),
-                   reinterpret_cast<void*>(out_address), threads, ranks == nullptr ? nullptr : &ranks->get());
+                   reinterpret_cast<void*>(out_address),
+                   reinterpret_cast<void*>(normed_address == 0 ? out_address : normed_address), threads,
+                   ranks == nullptr ? nullptr : &ranks->get());
 }
 
 }  // namespace
@@ -197,13 +203,15 @@ void bind_decoder_layer(nb::module_& m) {
              "cache"_a, "norms"_a, "linears"_a, "heads"_a, "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
              "sinks"_a = nb::none(), nb::keep_alive<1, 4>(),
              nb::sig("def __init__(self, cache: int, norms: Sequence[tuple[int, float, bool]], linears: "
-                     "tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear], heads: Sequence[int], scale: "
+                     "tuple[PackedLinear, PackedLinear, PackedLinear | None, PackedLinear | None], heads: "
+                     "Sequence[int], scale: "
                      "float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None "
                      "= None) -> None"),
              "`cache`: index of the layer's keys and values. `norms`: address of the weights or 0, epsilon, whether "
              "the factor is 1 + w; before attention, of its result, before the MLP, of its result, of queries, of "
              "keys. `linears`: queries, keys "
-             "and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of "
+             "and values; output; gate and up; down; None twice: the layer ends before its MLP. `heads`: numbers of "
+             "heads and of KV heads, sizes of a key and of "
              "a value. The rest is as in `prefill_attention`. The caller checks the addresses.")
         .def("set_adapter", &BoundLayer::set_adapter, "adapter"_a, "product"_a, "a"_a, "b"_a, nb::keep_alive<1, 4>(),
              nb::keep_alive<1, 5>(),
@@ -232,11 +240,12 @@ void bind_decoder_layer(nb::module_& m) {
              "Sets the tokens whose hidden states are read: rows of one token, and last tokens of chunks. Those of "
              "other tokens of chunks may be anything after several layers. Raises ValueError.");
     m.def("compute_layers", &compute, "layers"_a, "step"_a, "x"_a, "cos_sins"_a, "final_norm"_a, "out_address"_a,
-          "threads"_a, "ranks"_a.none() = nb::none(),
+          "threads"_a, "ranks"_a.none() = nb::none(), "normed_address"_a = 0,
           "Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in "
           "elements. "
-          "`cos_sins`: of each layer, addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the "
-          "result. `ranks`: of a model with several; all compute the same tokens. The caller checks the addresses. "
+          "`cos_sins`: of each layer, addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`; of the "
+          "result, which goes to `normed_address`, or replaces the result if that is 0. `ranks`: of a model with "
+          "several; all compute the same tokens. The caller checks the addresses. "
           "Raises RuntimeError if a rank ends.");
 }
 

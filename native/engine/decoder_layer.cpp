@@ -30,7 +30,9 @@ Buffers buffers_of(const std::vector<const DecoderLayer*>& layers, u64 tokens) {
         return PackedLinear::divide_up(size * tokens * nbytes_of(layers[0]->dtype()), 64) * 64;
     };
     u64 size = most([](const DecoderLayer& layer) { return layer.size(); });
-    u64 wide = most([](const DecoderLayer& layer) { return std::max(layer.qkv->results(), layer.gate_up->results()); });
+    u64 wide = most([](const DecoderLayer& layer) {
+        return std::max(layer.qkv->results(), layer.gate_up == nullptr ? 0 : layer.gate_up->results());
+    });
     u64 queries = most([](const DecoderLayer& layer) { return layer.query_size(); });
     u64 attended = most([](const DecoderLayer& layer) { return layer.attended_size(); });
     u8* memory = scratch<DecoderLayer, u8>(2 * size + wide + queries + attended);
@@ -142,7 +144,7 @@ void move_ends(const AttentionStep& step, u8* rows, u64 nbytes, bool is_back) {
 
 void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const void* x,
                     u64 x_stride, const std::vector<CosSin>& rotations, const NormWeights& final_norm, void* out,
-                    u64 threads, RankMemory* ranks) {
+                    void* normed, u64 threads, RankMemory* ranks) {
     u64 tokens = step.tokens, size = layers[0]->size();
     Buffers buffers = buffers_of(layers, tokens);
     const void* added = nullptr;  // what the half before has computed
@@ -185,12 +187,13 @@ void compute_layers(const std::vector<const DecoderLayer*>& layers, const Attent
         attend(*layer, step, *chunks, buffers, threads);
         multiply(DecoderLayer::OUTPUT, *layer->output, buffers.attended, buffers.delta);
         finish(layer->attended_norm);
+        if (layer->gate_up == nullptr) continue;
         norm(layer->mlp_norm, buffers.normed);
         multiply(DecoderLayer::GATE_UP, *layer->gate_up, buffers.normed, buffers.wide);
         multiply(DecoderLayer::DOWN, *layer->down, buffers.wide, buffers.delta);
         finish(layer->mlp_result_norm);
     }
-    norm(final_norm, out);
+    norm(final_norm, normed);
     if (is_narrow) move_ends(step, static_cast<u8*>(out), size * nbytes_of(layers[0]->dtype()), true);
 }
 

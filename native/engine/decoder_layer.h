@@ -39,7 +39,7 @@ struct DecoderLayer {
     NormWeights attention_norm, attended_norm;  // before the attention, and of its result
     NormWeights mlp_norm, mlp_result_norm;
     NormWeights query_norm, key_norm;                   // of heads, of one kind
-    const PackedLinear *qkv, *output, *gate_up, *down;  // `gate_up` is gated
+    const PackedLinear *qkv, *output, *gate_up, *down;  // `gate_up` is gated; nullptr: the caller computes the MLP
     u64 num_heads, num_kv_heads, head_size, value_size;
     float scale;
     u64 window;                                           // see PrefillAttention
@@ -84,10 +84,10 @@ struct CosSin {
 };
 
 // Computes the hidden states of all tokens, all of one dtype: `x` [tokens] with a stride becomes `out` [tokens][size].
-// `final_norm` is applied to the result. `rotations`: of each layer. `ranks`: of the model; nullptr: one. Of tokens
+// `final_norm` of the result becomes `normed`, which may be `out`. `rotations`: of each layer. `ranks`: of the model; nullptr: one. Of tokens
 // that the caller does not read, the last of several layers computes keys and values only. Nothing is checked.
 void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const void* x,
                     u64 x_stride, const std::vector<CosSin>& rotations, const NormWeights& final_norm, void* out,
-                    u64 threads, RankMemory* ranks);
+                    void* normed, u64 threads, RankMemory* ranks);
 
 }  // namespace penstock::engine

@@ -227,7 +227,7 @@ class DecoderLayer:
     A layer in bfloat16 or float32: attention and a gated MLP, a norm before each, and residuals.
     """
 
-    def __init__(self, cache: int, norms: Sequence[tuple[int, float, bool]], linears: tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear], heads: Sequence[int], scale: float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None) -> None:
+    def __init__(self, cache: int, norms: Sequence[tuple[int, float, bool]], linears: tuple[PackedLinear, PackedLinear, PackedLinear | None, PackedLinear | None], heads: Sequence[int], scale: float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None) -> None:
         """
         `cache`: index of the layer's keys and values. `norms`: address of the weights or 0, epsilon, whether the factor is 1 + w; before attention, of its result, before the MLP, of its result, of queries, of keys. `linears`: queries, keys and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of a value. The rest is as in `prefill_attention`. The caller checks the addresses.
         """
@@ -261,7 +261,7 @@ class AttentionStep:
         Sets the tokens whose hidden states are read: rows of one token, and last tokens of chunks. Those of other tokens of chunks may be anything after several layers. Raises ValueError.
         """
 
-def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sins: Sequence[tuple[int, int]], final_norm: tuple[int, float, bool], out_address: int, threads: int, ranks: RankMemory | None = None) -> None:
+def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sins: Sequence[tuple[int, int]], final_norm: tuple[int, float, bool], out_address: int, threads: int, ranks: RankMemory | None = None, normed_address: int = 0) -> None:
     """
     Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in elements. `cos_sins`: of each layer, addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. `ranks`: of a model with several; all compute the same tokens. The caller checks the addresses. Raises RuntimeError if a rank ends.
     """

@@ -36,19 +36,32 @@ TRIAL_POSITIONS = (0, 5, 77)
 class CpuLayer:
     """The computation of a layer."""
 
-    def __init__(self, layer: Any, attention: CpuAttention, native: _native.DecoderLayer, ranks: TPGroup) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        attention: CpuAttention,
+        native: _native.DecoderLayer,
+        ranks: TPGroup,
+        mlp: tuple[RmsNorm, Any] | None = None,
+    ) -> None:
+        """`mlp`: a module that the native code does not know, as one of experts is, and the norm before it."""
         self.attention = attention
         self.native = native
         self.ranks = ranks
+        self.mlp = mlp
         self.stock = layer.forward
 
     def __call__(self, hidden_states: Tensor, **options: Any) -> Any:
         paged, embeddings = options.get("paged"), options.get("position_embeddings")
-        if isinstance(paged, PagedAttention) and self.attention.can_rotate(hidden_states, embeddings):
-            step = paged.native_step
-            if step is not None:
-                return compute([self.native], step, hidden_states, [embeddings], NO_NORM, self.ranks)
-        return self.stock(hidden_states, **options)
+        step = paged.native_step if isinstance(paged, PagedAttention) else None
+        if step is None or embeddings is None or not self.attention.can_rotate(hidden_states, embeddings):
+            return self.stock(hidden_states, **options)
+        if self.mlp is None:
+            return compute([self.native], step, hidden_states, [embeddings], NO_NORM, self.ranks)
+        norm, mlp = self.mlp
+        normed = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
+        middle = compute([self.native], step, hidden_states, [embeddings], norm.native, self.ranks, normed)
+        return middle + mlp(normed)
 
 
 class CpuDecoder:
@@ -94,15 +107,17 @@ def compute(
     position_embeddings: Sequence[CosSin],
     final_norm: tuple[int, float, bool],
     ranks: TPGroup,
+    normed: Tensor | None = None,
 ) -> Tensor:
-    """`position_embeddings`: of each layer."""
+    """`position_embeddings`: of each layer. `normed`: gets the norm of the result; None: the norm is the result."""
     dense = {id(pair): [each.contiguous() for each in pair] for pair in position_embeddings}  # keeps the memory alive
     addresses = {key: (cos.data_ptr(), sin.data_ptr()) for key, (cos, sin) in dense.items()}
     rotations = [addresses[id(pair)] for pair in position_embeddings]
     rows = rows_of(x, layers[0].size, position_embeddings[0][0].dtype)
     out = torch.empty(x.shape, dtype=x.dtype)
     arguments = (rows.data_ptr(), rows.stride(0)), rotations, final_norm, out.data_ptr()
-    _native.compute_layers(layers, step, *arguments, kernel_threads(), ranks.memory)
+    normed_address = 0 if normed is None else normed.data_ptr()
+    _native.compute_layers(layers, step, *arguments, kernel_threads(), ranks.memory, normed_address)
     return out
 
 
@@ -118,34 +133,36 @@ def find_layer(layer: Any, ranks: TPGroup) -> CpuLayer | None:
     parts = SANDWICH if hasattr(layer, SANDWICH[3]) else PARTS
     attention, mlp = layer.self_attn.forward, layer.mlp.forward
     norms = [getattr(layer, name).forward for name in parts if name.endswith("norm")]
-    if not ranks.sums_in_memory([layer.self_attn.o_proj, getattr(layer.mlp, "down_proj", None)]):
+    has_gate = isinstance(mlp, GatedMlp)
+    if not ranks.sums_in_memory([layer.self_attn.o_proj, *([layer.mlp.down_proj] if has_gate else [])]):
         return None
-    if not isinstance(attention, CpuAttention) or not isinstance(mlp, GatedMlp):
+    if not isinstance(attention, CpuAttention) or not (has_gate or parts is PARTS):
         return None
-    assert isinstance(mlp.product, Product), "the model has no adapters yet"
-    dtype = mlp.product.dtype
+    dtype = attention.dtype
     if not all(isinstance(norm, RmsNorm) and norm.weight.dtype == dtype for norm in norms):
         return None
     qkv = SharedProduct.of([getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")])
-    output, down = layer.self_attn.o_proj.forward, layer.mlp.down_proj.forward
-    if qkv is None or not isinstance(output, Product) or not isinstance(down, Product):
+    output = layer.self_attn.o_proj.forward
+    gate_up, down = (mlp.product, layer.mlp.down_proj.forward) if has_gate else (None, None)
+    if qkv is None or not all(isinstance(each, Product) for each in (output, gate_up, down) if each is not None):
         return None
     if not connects_parts(layer, parts):
         return None
+    linears: Any = [qkv.packed, output.packed, *(None if each is None else each.packed for each in (gate_up, down))]
     how = attention.how
     before, after = (norms[::2], norms[1::2]) if parts is SANDWICH else (norms, [None, None])
     all_norms = (before[0], after[0], before[1], after[1], *attention.norms)
     native = _native.DecoderLayer(
         layer.self_attn.layer_idx,
         [NO_NORM if norm is None else norm.native for norm in all_norms],
-        (qkv.packed, output.packed, mlp.product.packed, down.packed),
+        tuple(linears),
         attention.heads,
         how.scale,
         how.window or 0,
         how.softcap or 0.0,
         None if how.sinks is None else how.sinks.float().numpy(),
     )
-    return CpuLayer(layer, attention, native, ranks)
+    return CpuLayer(layer, attention, native, ranks, None if has_gate else (norms[1], layer.mlp))
 
 
 def connects_parts(layer: Any, parts: Sequence[str]) -> bool:
@@ -204,6 +221,8 @@ def is_native(decoder: Any, layers: Sequence[Any]) -> bool:
     """Whether native code computes all layers of a decoder, with heads of one size, and the norm after them."""
     norm = getattr(getattr(decoder, "norm", None), "forward", None)
     if not layers or not all(isinstance(layer, CpuLayer) for layer in layers) or not isinstance(norm, RmsNorm):
+        return False
+    if not all(layer.mlp is None for layer in layers):
         return False
     kinds = {(layer.attention.dtype, layer.attention.heads[2]) for layer in layers}
     return len(kinds) == 1 and norm.weight.dtype == layers[0].attention.dtype and hasattr(decoder, "rotary_emb")

@@ -101,6 +101,8 @@ Adapted: TypeAlias = "tuple[LayerPlace, AdaptedProduct]"
 
 def set_adapters(layer: CpuLayer, module: Any, places: Mapping[tuple[int, str], Adapted]) -> None:
     """Gives a native layer the adapters of its four products."""
+    if layer.mlp is not None:
+        return  # modules compute steps with adapters
     attention, mlp = module.self_attn, module.mlp
     shared = attention.q_proj.forward.shared
     owners = (shared, "product"), (attention.o_proj, "forward"), (mlp, "forward"), (mlp.down_proj, "forward")

@@ -20,6 +20,8 @@ from transformers import (  # noqa: E402
     LlamaModel,
     Qwen3Config,
     Qwen3Model,
+    Qwen3MoeConfig,
+    Qwen3MoeModel,
 )
 from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
@@ -43,6 +45,7 @@ SIZES = {
     "head_dim": 32,
 }
 WINDOWS = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS = {
     "llama": (LlamaModel, LlamaConfig, {}),
@@ -163,6 +166,20 @@ def test_decoder_computes_decode_steps_in_float32(name: str) -> None:
     assert decoder.hidden(model.embed_tokens(ids), positions, paged) is None
     mixed = [hidden(each, ROWS["mixed"], torch.float32) for each in (model, stock)]
     torch.testing.assert_close(*mixed, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_of_layers_with_experts_is_native(dtype: torch.dtype) -> None:
+    family = Qwen3MoeModel, Qwen3MoeConfig, EXPERTS
+    stock = hidden(built(*family), ROWS["decode"])
+    exact = hidden(built(*family, torch.float32), ROWS["decode"], torch.float32)
+    model = replaced(built(*family, dtype))
+    is_packed = dtype == torch.bfloat16 or _native.linear_kernel() in FLOAT32_KERNELS
+    assert layers_of(model) == [is_packed] * 3 and find_decoder(model, TPGroup()) is None
+    actual = hidden(model, ROWS["decode"], dtype)
+    limit = (stock - exact).abs().mean() * 1.05 if dtype == torch.bfloat16 else 1e-5
+    assert (actual - exact).abs().mean() <= limit
 
 
 @torch.inference_mode()
