@@ -116,7 +116,7 @@ class Worker:
             stack.callback(process.join, 20)
             stack.callback(own.send, None)
             self._pipes.append(own)
-        self.is_native = all([pipe.recv() for pipe in self._pipes])
+        self.is_native = [pipe.recv() for pipe in self._pipes] == [True] * size
 
     def seconds(self, way: str, rows: int, steps: int) -> float:
         for pipe in self._pipes:

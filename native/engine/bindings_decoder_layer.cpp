@@ -237,7 +237,7 @@ void bind_decoder_layer(nb::module_& m) {
              "the order of the tokens.")
         .def("set_read", &BoundStep::set_read, "tokens"_a,
              nb::sig("def set_read(self, tokens: numpy.typing.NDArray[numpy.int64]) -> None"),
-             "Sets the tokens whose hidden states are read: rows of one token, and last tokens of chunks. Those of "
+             "Sets the tokens with hidden states that are read: rows of one token, and last tokens of chunks. Those of "
              "other tokens of chunks may be anything after several layers. Raises ValueError.");
     m.def("compute_layers", &compute, "layers"_a, "step"_a, "x"_a, "cos_sins"_a, "final_norm"_a, "out_address"_a,
           "threads"_a, "ranks"_a.none() = nb::none(), "normed_address"_a = 0,

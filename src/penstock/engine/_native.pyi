@@ -258,7 +258,7 @@ class AttentionStep:
 
     def set_read(self, tokens: numpy.typing.NDArray[numpy.int64]) -> None:
         """
-        Sets the tokens whose hidden states are read: rows of one token, and last tokens of chunks. Those of other tokens of chunks may be anything after several layers. Raises ValueError.
+        Sets the tokens with hidden states that are read: rows of one token, and last tokens of chunks. Those of other tokens of chunks may be anything after several layers. Raises ValueError.
         """
 
 def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sins: Sequence[tuple[int, int]], final_norm: tuple[int, float, bool], out_address: int, threads: int, ranks: RankMemory | None = None, normed_address: int = 0) -> None:

@@ -153,8 +153,8 @@ class LoadedModel:
         read: Index | None = None,
     ) -> Tensor:
         """Returns the hidden states of a sequence of tokens: `ids` [tokens], or `embeds` instead of their embeddings;
-        `positions` [tokens] or [3, tokens], see `rope`. `runs`: tokens with adapters. `read`: tokens of which the caller
-        reads the hidden states, among them all rows of one token; None: all."""
+        `positions` [tokens] or [3, tokens], see `rope`. `runs`: tokens with adapters. `read`: tokens of which the
+        caller reads the hidden states; None: all."""
         if self._decoder is not None and isinstance(paged, PagedAttention) and (embeds is None or not embeds.added):
             tokens = self.embeds(ids) if embeds is None else embeds.tokens
             native = self._decoder.hidden(tokens[None], positions.unsqueeze(-2), paged, runs, read)

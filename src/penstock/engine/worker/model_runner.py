@@ -346,8 +346,7 @@ class ModelRunner:
         return [] if self._model.adapters is None else adapter_runs(self._adapters[input_batch.slots])
 
     def _compute(self, input_batch: InputBatch, read: Index | None) -> tuple[Tensor, dict[int, FinishReason]]:
-        """Returns the hidden states of the step's tokens, and the slots that fail, with the reasons. `read`: see
-        `LoadedModel.hidden`."""
+        """Returns the hidden states of tokens, and slots that fail, with reasons. `read`: see `LoadedModel.hidden`."""
         where = torch.from_numpy(np.stack((input_batch.slots, input_batch.positions)))
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
         positions, embeds = torch.from_numpy(self._positions(input_batch)), None

@@ -102,9 +102,7 @@ class TPGroup:
             assert file is not None, "all ranks have it"
             pids = [int(each[0]) for each in all_ranks]
             self._pidfds = [os.pidfd_open(pid) for pid in pids]
-            self.memory = _native.RankMemory(
-                _native.map_file(file, nbytes, True), self.rank, self.size, self._pidfds
-            )
+            self.memory = _native.RankMemory(_native.map_file(file, nbytes, True), self.rank, self.size, self._pidfds)
         event("ranks add up", by="gloo" if self.memory is None else "shared memory")
         if file is not None:
             os.close(file)
