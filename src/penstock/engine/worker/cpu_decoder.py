@@ -177,8 +177,9 @@ def connects_parts(layer: Any, parts: Sequence[str]) -> bool:
         name: lambda x, factor=factor: x * factor + factor - 3 for name, factor in zip(SANDWICH, (3, 0, 5, 7, 0, 11))
     }
     functions |= {"self_attn": attend, "mlp": lambda x: x.roll(2, -1)}
-    names = parts if parts is SANDWICH else (*parts[:2], None, parts[2], parts[3], None)
-    norm, _, attended_norm, mlp_norm, mlp, result_norm = (functions.get(name or "", lambda x: x) for name in names)
+    names = parts if parts is SANDWICH else (*parts[:2], "", parts[2], parts[3], "")
+    ordered: list[Callable[..., Any]] = [functions.get(name, lambda x: x) for name in names]
+    norm, _, attended_norm, mlp_norm, mlp, result_norm = ordered
     x = torch.arange(24.0).view(1, 3, 8)
     middle = x + attended_norm(attend(norm(x))[0])
     passed = {"position_embeddings": (x, x), "paged": object()}
