@@ -122,9 +122,9 @@ MESSAGES = [
     "identity",  # what a dead peer held is given back · its slot says dead
     "members",  # a peer's identity · peers_version
     "ledger",  # the hash of a block · that it is valid
-    "ranks",  # the numbers of a rank · how many operations it has written
     "bell_pipe",  # the descriptor · the inode
     "watch_pipe",  # the descriptor · the inode
+    "ranks",  # the numbers of a rank · how many operations it has written
     "mapping",  # the mapping · its address
     "watcher",  # the robust list · the thread
     "point",  # the name · that it is armed

@@ -56,7 +56,7 @@ MODELS = {
     "gemma3": (Gemma3TextModel, Gemma3TextConfig, {"sliding_window": 8, "layer_types": LAYERS}),
 }
 ROWS = {
-    "decode": [(5, 1), (30, 1), (17, 1)],
+    "decode": [(5, 1), (30, 1), (17, 1), *((3 + row % 6, 1) for row in range(21))],
     "mixed": [(5, 1), (30, 1), (200, 150), (12, 12), (3, 2)],
 }
 BLOCKS = 100
