@@ -43,6 +43,7 @@ inline constexpr Order members;     // a peer's identity has changed before Head
 inline constexpr Order ledger;      // the hash of a KV block is written before its state says valid
 inline constexpr Order bell_pipe;   // PeerSlot.bell_fd is written before bell_ino
 inline constexpr Order watch_pipe;  // PeerSlot.watch_fd is written before watch_ino
+inline constexpr Order ranks;       // numbers of a rank are there, and those before are read, before its row says so
 // Within a process:
 inline constexpr Order views;       // given up before views are counted; a view is dropped before it looks for that
 inline constexpr Order mapping;     // a segment's writable mapping is there before its address is

@@ -6,11 +6,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <stdexcept>
 
 #include "bindings_packed_linear.h"
+#include "bindings_rank_memory.h"
 #include "decoder_layer.h"
 #include "rotary.h"
 
@@ -39,20 +41,23 @@ struct BoundLayer {
     std::optional<FloatArray> sinks;
     std::map<std::pair<u64, u64>, std::pair<nb::object, nb::object>> factors;  // by adapter and product: keeps A and B
 
-    BoundLayer(u64 cache, const std::array<NormArgument, 4>& norms, const LinearArguments& linears,
+    BoundLayer(u64 cache, const std::array<NormArgument, 6>& norms, const LinearArguments& linears,
                const std::array<u64, 4>& heads, float scale, u64 window, float softcap,
                std::optional<FloatArray> own_sinks)
         : sinks(std::move(own_sinks)) {
         auto [qkv, output, gate_up, down] = linears;
-        require(qkv != nullptr && output != nullptr && gate_up != nullptr && down != nullptr, "expected four layers");
+        require(qkv != nullptr && output != nullptr && (gate_up == nullptr) == (down == nullptr),
+                "expected four layers, or those of the attention");
         layer = {norm_of(norms[0]),
                  norm_of(norms[1]),
                  norm_of(norms[2]),
                  norm_of(norms[3]),
+                 norm_of(norms[4]),
+                 norm_of(norms[5]),
                  &qkv->get(),
                  &output->get(),
-                 &gate_up->get(),
-                 &down->get(),
+                 gate_up == nullptr ? nullptr : &gate_up->get(),
+                 down == nullptr ? nullptr : &down->get(),
                  heads[0],
                  heads[1],
                  heads[2],
@@ -72,19 +77,21 @@ struct BoundLayer {
                 "expected a projection from a hidden state to queries, keys and values");
         require(!output->get().is_gated && output->inputs() == layer.attended_size(),
                 "expected a projection from all heads to a hidden state");
-        require(gate_up->get().is_gated && gate_up->inputs() == size, "expected a gate for a hidden state");
-        require(!down->get().is_gated && down->inputs() == gate_up->results() && down->results() == size,
+        require(gate_up == nullptr || (gate_up->get().is_gated && gate_up->inputs() == size),
+                "expected a gate for a hidden state");
+        require(down == nullptr ||
+                    (!down->get().is_gated && down->inputs() == gate_up->results() && down->results() == size),
                 "expected a projection from the gate to a hidden state");
         for (const Linear* linear : {qkv, output, gate_up, down})
-            require(linear->get().dtype == layer.dtype(), "expected linear layers of one dtype");
+            require(linear == nullptr || linear->get().dtype == layer.dtype(), "expected linear layers of one dtype");
         require(!sinks || sinks->size() == layer.num_heads, "expected a sink for each query head, or none");
     }
 
     void set_adapter(u64 adapter, u64 product, const Linear& a, const Linear& b) {
         require(adapter < MAX_ADAPTERS && product < DecoderLayer::PRODUCTS, "expected an adapter and a product");
         const PackedLinear* linear = std::array{layer.qkv, layer.output, layer.gate_up, layer.down}[product];
-        require(a.inputs() == linear->inputs && b.inputs() == a.results() && b.results() == linear->outputs &&
-                    a.get().dtype == linear->dtype && b.get().dtype == linear->dtype,
+        require(linear != nullptr && a.inputs() == linear->inputs && b.inputs() == a.results() &&
+                    b.results() == linear->outputs && a.get().dtype == linear->dtype && b.get().dtype == linear->dtype,
                 "expected A and B for the inputs and outputs of the product, of its dtype");
         if (layer.adapters.size() <= adapter) layer.adapters.resize(adapter + 1);
         layer.adapters[adapter][product] = {&a.get(), &b.get()};
@@ -114,6 +121,20 @@ struct BoundStep {
             step.runs.push_back({adapter, begin, end});
             last = end;
         }
+    }
+
+    void set_read(const Int64Array& tokens) {
+        step.ends.clear();
+        for (const AttentionStep::Chunk& chunk : step.chunks) {
+            i64 last = static_cast<i64>(chunk.first + chunk.tokens - 1);
+            if (std::find(tokens.data(), tokens.data() + tokens.size(), last) != tokens.data() + tokens.size())
+                step.ends.push_back({static_cast<u64>(last), 1, chunk.seq_len, chunk.blocks});
+        }
+        u64 behind = 0;
+        for (u64 index = 0; index < tokens.size(); ++index)
+            behind += tokens.data()[index] < 0 || static_cast<u64>(tokens.data()[index]) >= step.num_seqs;
+        require(behind == step.ends.size(), "expected rows of one token, and last tokens of chunks");
+        step.reads_ends = true;
     }
 
     BoundStep(const Array<i64, nb::ndim<2>>& caches, u64 num_blocks, u64 block_size, Int64Array own_places,
@@ -157,20 +178,26 @@ struct BoundStep {
 };
 
 void compute(const std::vector<const BoundLayer*>& bound, const BoundStep& step, std::pair<u64, u64> x,
-             std::pair<u64, u64> cos_sin, const NormArgument& final_norm, u64 out_address, u64 threads) {
-    require(!bound.empty(), "expected at least one layer");
+             const std::vector<std::pair<u64, u64>>& cos_sins, const NormArgument& final_norm, u64 out_address,
+             u64 threads, BoundRanks* ranks, u64 normed_address) {
+    require(!bound.empty() && cos_sins.size() == bound.size(), "expected at least one layer, each with a rotation");
     std::vector<const DecoderLayer*> layers;
     for (const BoundLayer* each : bound) {
+        require(each->layer.gate_up != nullptr || bound.size() == 1, "expected layers with an MLP, or one layer");
         require(each->layer.cache < step.step.caches.size() && each->layer.size() == bound[0]->layer.size() &&
                     each->layer.dtype() == step.step.dtype,
                 "expected layers of one size, each with a cache, and of its dtype");
         layers.push_back(&each->layer);
     }
+    std::vector<CosSin> rotations;
+    for (auto [cos, sin] : cos_sins)
+        rotations.push_back({reinterpret_cast<const void*>(cos), reinterpret_cast<const void*>(sin)});
     if (step.step.tokens == 0) return;
     python::GilRelease released;
-    compute_layers(layers, step.step, reinterpret_cast<const void*>(x.first), x.second,
-                   reinterpret_cast<const void*>(cos_sin.first), reinterpret_cast<const void*>(cos_sin.second),
-                   norm_of(final_norm), reinterpret_cast<void*>(out_address), threads);
+    compute_layers(layers, step.step, reinterpret_cast<const void*>(x.first), x.second, rotations, norm_of(final_norm),
+                   reinterpret_cast<void*>(out_address),
+                   reinterpret_cast<void*>(normed_address == 0 ? out_address : normed_address), threads,
+                   ranks == nullptr ? nullptr : &ranks->get());
 }
 
 }  // namespace
@@ -179,17 +206,20 @@ void bind_decoder_layer(nb::module_& m) {
     nb::class_<BoundLayer>(
         m, "DecoderLayer",
         "A layer in bfloat16 or float32: attention and a gated MLP, a norm before each, and residuals.")
-        .def(nb::init<u64, const std::array<NormArgument, 4>&, const LinearArguments&, const std::array<u64, 4>&, float,
+        .def(nb::init<u64, const std::array<NormArgument, 6>&, const LinearArguments&, const std::array<u64, 4>&, float,
                       u64, float, std::optional<FloatArray>>(),
              "cache"_a, "norms"_a, "linears"_a, "heads"_a, "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
              "sinks"_a = nb::none(), nb::keep_alive<1, 4>(),
              nb::sig("def __init__(self, cache: int, norms: Sequence[tuple[int, float, bool]], linears: "
-                     "tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear], heads: Sequence[int], scale: "
+                     "tuple[PackedLinear, PackedLinear, PackedLinear | None, PackedLinear | None], heads: "
+                     "Sequence[int], scale: "
                      "float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None "
                      "= None) -> None"),
              "`cache`: index of the layer's keys and values. `norms`: address of the weights or 0, epsilon, whether "
-             "the factor is 1 + w; before attention, before the MLP, of queries, of keys. `linears`: queries, keys "
-             "and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of "
+             "the factor is 1 + w; before attention, of its result, before the MLP, of its result, of queries, of "
+             "keys. `linears`: queries, keys "
+             "and values; output; gate and up; down; None twice: the layer ends before its MLP. `heads`: numbers of "
+             "heads and of KV heads, sizes of a key and of "
              "a value. The rest is as in `prefill_attention`. The caller checks the addresses.")
         .def("set_adapter", &BoundLayer::set_adapter, "adapter"_a, "product"_a, "a"_a, "b"_a,
              "Adds x A^T B^T to a product for tokens with an adapter. `product`: index in `linears`.")
@@ -213,13 +243,19 @@ void bind_decoder_layer(nb::module_& m) {
              "not there.")
         .def("set_runs", &BoundStep::set_runs, "runs"_a,
              "Sets the tokens that have an adapter: number of the adapter, first token and token behind the last, in "
-             "the order of the tokens.");
-    m.def("compute_layers", &compute, "layers"_a, "step"_a, "x"_a, "cos_sin"_a, "final_norm"_a, "out_address"_a,
-          "threads"_a,
+             "the order of the tokens.")
+        .def("set_read", &BoundStep::set_read, "tokens"_a,
+             nb::sig("def set_read(self, tokens: numpy.typing.NDArray[numpy.int64]) -> None"),
+             "Sets the tokens with hidden states that are read: rows of one token, and last tokens of chunks. Those of "
+             "other tokens of chunks may be anything after several layers. Raises ValueError.");
+    m.def("compute_layers", &compute, "layers"_a, "step"_a, "x"_a, "cos_sins"_a, "final_norm"_a, "out_address"_a,
+          "threads"_a, "ranks"_a.none() = nb::none(), "normed_address"_a = 0,
           "Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in "
           "elements. "
-          "`cos_sin`: addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. The "
-          "caller checks the addresses.");
+          "`cos_sins`: of each layer, addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`; of the "
+          "result, which goes to `normed_address`, or replaces the result if that is 0. `ranks`: of a model with "
+          "several; all compute the same tokens. The caller checks the addresses. "
+          "Raises RuntimeError if a rank ends.");
 }
 
 }  // namespace penstock::engine

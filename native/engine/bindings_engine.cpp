@@ -11,6 +11,7 @@ NB_MODULE(_native, m) {
     penstock::engine::bind_file_mapping(m);
     penstock::engine::bind_paged_attention(m);
     penstock::engine::bind_packed_linear(m);
+    penstock::engine::bind_rank_memory(m);
     penstock::engine::bind_decoder_layer(m);
     penstock::engine::bind_pixels(m);
     penstock::engine::bind_rms_norm(m);

@@ -21,6 +21,7 @@ void bind_file_mapping(nb::module_& m);
 void bind_packed_linear(nb::module_& m);
 void bind_paged_attention(nb::module_& m);
 void bind_pixels(nb::module_& m);
+void bind_rank_memory(nb::module_& m);
 void bind_rms_norm(nb::module_& m);
 void bind_rotary(nb::module_& m);
 

@@ -50,13 +50,14 @@ void bind_packed_linear(nb::module_& m) {
     nb::class_<Linear>(
         m, "PackedLinear",
         "y = x W^T + b in bfloat16 or float32, with W packed into panels of 16 outputs. Sums are float32.")
-        .def(nb::init<u64, u64, Buffer, std::optional<Bias>, bool, bool>(), "inputs"_a, "outputs"_a, "buffer"_a,
-             "bias"_a = nb::none(), "is_gated"_a = false, "is_float32"_a = false,
+        .def(nb::init<u64, u64, Buffer, std::optional<Bias>, bool, bool, bool>(), "inputs"_a, "outputs"_a, "buffer"_a,
+             "bias"_a = nb::none(), "is_gated"_a = false, "is_float32"_a = false, "is_gelu"_a = false,
              nb::sig("def __init__(self, inputs: int, outputs: int, buffer: numpy.typing.NDArray[numpy.uint16], bias: "
                      "numpy.typing.NDArray[numpy.float32] | None = None, is_gated: bool = False, is_float32: bool = "
-                     "False) -> None"),
+                     "False, is_gelu: bool = False) -> None"),
              "Packs into `buffer`, of at least `packed_size` elements at a multiple of 64 bytes, and keeps it alive. "
-             "`is_gated`: W has panels of a gate and of an up projection in turn, and y = silu(gate) * up.")
+             "`is_gated`: W has panels of a gate and of an up projection in turn, and y = silu(gate) * up; with "
+             "`is_gelu`, y = gelu(gate) * up, by tanh.")
         .def("pack", &Linear::pack, "rows"_a, "first_panel"_a = 0, "step"_a = 1, "threads"_a = 1,
              nb::sig("def pack(self, rows: numpy.typing.NDArray[numpy.uint16], first_panel: int = 0, step: int = 1, "
                      "threads: int = 1) -> None"),

@@ -16,9 +16,10 @@ using Bias = nb::ndarray<nb::ro, float, nb::ndim<1>, nb::c_contig, nb::device::c
 
 class Linear {
    public:
-    Linear(u64 inputs, u64 outputs, Buffer buffer, std::optional<Bias> bias, bool is_gated, bool is_float32)
+    Linear(u64 inputs, u64 outputs, Buffer buffer, std::optional<Bias> bias, bool is_gated, bool is_float32,
+           bool is_gelu)
         : buffer_(buffer) {
-        linear_.inputs = inputs, linear_.outputs = outputs, linear_.is_gated = is_gated;
+        linear_.inputs = inputs, linear_.outputs = outputs, linear_.is_gated = is_gated, linear_.is_gelu = is_gelu;
         linear_.dtype = is_float32 ? DType::float32 : DType::bfloat16;
         linear_.weights = buffer.data(), linear_.bias = nullptr;
         if (inputs == 0 || outputs == 0) throw std::invalid_argument("expected at least one input and one output");

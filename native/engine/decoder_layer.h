@@ -3,12 +3,16 @@
 //     x += output(attention(rotary(qkv(norm(x)))))
 //     x += down(silu(gate(norm(x))) * up(norm(x)))
 //
+// Each sum may have a norm of what is added (Gemma). Of several ranks, each has some of the heads and of the gate's
+// outputs, and all ranks add up what is added.
+//
 // All numbers between two kernels lie in memory that the calling thread keeps from one call to the next.
 #pragma once
 #include <array>
 #include <vector>
 
 #include "packed_linear.h"
+#include "rank_memory.h"
 
 namespace penstock::engine {
 
@@ -32,9 +36,10 @@ struct AdapterRun {
 struct DecoderLayer {
     enum Product : u64 { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
 
-    NormWeights attention_norm, mlp_norm;
+    NormWeights attention_norm, attended_norm;  // before the attention, and of its result
+    NormWeights mlp_norm, mlp_result_norm;
     NormWeights query_norm, key_norm;                   // of heads, of one kind
-    const PackedLinear *qkv, *output, *gate_up, *down;  // `gate_up` is gated
+    const PackedLinear *qkv, *output, *gate_up, *down;  // `gate_up` is gated; nullptr: the caller computes the MLP
     u64 num_heads, num_kv_heads, head_size, value_size;
     float scale;
     u64 window;                                           // see PrefillAttention
@@ -69,13 +74,20 @@ struct AttentionStep {
     const i64* seq_lens;
     std::vector<i64> zeros;        // first positions without a window
     std::vector<Chunk> chunks;     // none in float32, for which there is no kernel
+    std::vector<Chunk> ends;       // last tokens of chunks: if `reads_ends`, those with results that the caller reads
+    bool reads_ends;               // else the caller reads the results of all tokens
     std::vector<AdapterRun> runs;  // in the order of the tokens
 };
 
+struct CosSin {
+    const void *cos, *sin;  // [tokens][head_size]
+};
+
 // Computes the hidden states of all tokens, all of one dtype: `x` [tokens] with a stride becomes `out` [tokens][size].
-// `final_norm` is applied to the result. `cos` and `sin`: [tokens][head_size]. Nothing is checked.
+// `final_norm` of the result becomes `normed`, which may be `out`. `rotations`: of each layer. `ranks`: of the model; nullptr: one. Of tokens
+// that the caller does not read, the last of several layers computes keys and values only. Nothing is checked.
 void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const void* x,
-                    u64 x_stride, const void* cos, const void* sin, const NormWeights& final_norm, void* out,
-                    u64 threads);
+                    u64 x_stride, const std::vector<CosSin>& rotations, const NormWeights& final_norm, void* out,
+                    void* normed, u64 threads, RankMemory* ranks);
 
 }  // namespace penstock::engine

@@ -35,6 +35,7 @@ struct PackedLinear {
     // W has the panels of a gate and of an up projection in turn, and y = silu(gate) * up: half as many outputs.
     bool is_gated;
     DType dtype = DType::bfloat16;  // of W, x and y. Biases are float32
+    bool is_gelu = false;           // the gate is GELU with tanh, instead of SiLU
 
     [[gnu::always_inline]] static u64 divide_up(u64 number, u64 unit) { return (number + unit - 1) / unit; }
     [[gnu::always_inline]] u64 width() const { return dtype == DType::float32 ? 2 : 1; }  // halves of an element

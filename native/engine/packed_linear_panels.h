@@ -13,13 +13,15 @@ typedef float Outputs __attribute__((vector_size(4 * PackedLinear::PANEL)));
 typedef u32 OutputBits __attribute__((vector_size(4 * PackedLinear::PANEL)));
 typedef u16 Halves __attribute__((vector_size(2 * PackedLinear::PANEL)));
 
-inline Outputs gated(Outputs gate, Outputs up) {
-    Outputs x = -gate;
-    x = x < -87.0f ? Outputs{} - 87.0f : x;
+// SiLU is x / (1 + exp(-x)). GELU with tanh, 0.5 x (1 + tanh(y)) with y = sqrt(2 / pi) (x + 0.044715 x^3), is
+// x / (1 + exp(-2 y)).
+inline Outputs gated(Outputs gate, Outputs up, bool is_gelu) {
+    Outputs power = is_gelu ? gate * (gate * gate * -0.0713548163f - 1.59576912f) : -gate;
+    Outputs x = power < -87.0f ? Outputs{} - 87.0f : power;
     x = x > 87.0f ? Outputs{} + 87.0f : x;
-    Outputs silu = gate / (exponential<OutputBits>(x) + 1.0f);
-    silu = gate < -87.0f ? gate * 0.0f : silu;  // the exponential stops growing there
-    return silu * up;
+    Outputs active = gate / (exponential<OutputBits>(x) + 1.0f);
+    active = power > 87.0f ? gate * 0.0f : active;  // the exponential stops growing there
+    return active * up;
 }
 
 template <class Element, class Vector>
@@ -74,7 +76,7 @@ inline void finish(const PackedLinear& linear, const float* sums, u64 rows, u64 
         void* to = static_cast<u16*>(out) + row * out_stride * linear.width();
         if (linear.is_gated) {
             for (u64 panel = 0; panel < panels; panel += 2)
-                store(linear, to, gated(sum_of(row, panel), sum_of(row, panel + 1)),
+                store(linear, to, gated(sum_of(row, panel), sum_of(row, panel + 1), linear.is_gelu),
                       (first + panel) / 2 * PackedLinear::PANEL);
         } else {
             for (u64 panel = 0; panel < panels; ++panel)

@@ -171,9 +171,7 @@ void compute_pair(const PagedAttention& p, u64 seq, u64 kv_head, float* scratch)
         gather(p, table, p.values, p.value_size, kv_head, position, count, end, tile, rows);
         for (u64 i = 0; i < num_heads; ++i) {
             float* head_scores = scores + i * PagedAttention::TILE;
-            if (p.softcap != 0.0f)
-                for (u64 j = 0; j < count; ++j)
-                    head_scores[j] = __builtin_tanhf(head_scores[j] / p.softcap) * p.softcap;
+            if (p.softcap != 0.0f) cap_scores(head_scores, (count + LANES - 1) / LANES * LANES, 1.0f, p.softcap);
             float max = find_max(head_scores, count, maxima[i]);
             float rescale = exp_nonpositive(maxima[i] - max);  // what was summed up so far was relative to the old one
             maxima[i] = max;

@@ -90,22 +90,19 @@ inline void begin(const PrefillAttention& p, u64 kv_head, Group& group) {
     }
 }
 
-// Not a part of `weigh`, which keeps vectors in registers: calls would spill these.
-[[gnu::noinline]] void cap(const PrefillAttention& p, float* scores) {
-    for (u64 i = 0; i < POSITIONS; ++i) scores[i] = __builtin_tanhf(scores[i] * p.scale / p.softcap) * p.softcap;
-}
-
 // Turns the scores of a row into weights, of the positions [begin, end) of the tile. The other weights become zeros.
+// `panels`: of scores of each row; behind these are those of the next rows.
 template <bool IS_WHOLE>
-inline void weigh(const PrefillAttention& p, Group& group, u64 row, u64 begin, u64 end) {
+inline void weigh(const PrefillAttention& p, Group& group, u64 row, u64 panels, u64 begin, u64 end) {
     constexpr u64 VECTORS = POSITIONS / LANES;
-    if (p.softcap != 0.0f) cap(p, group.scores + row * POSITIONS);
+    float* own_scores = group.scores + row * panels * PANEL;
+    if (p.softcap != 0.0f) cap_scores(own_scores, panels * PANEL, p.scale, p.softcap);
     Floats scores[VECTORS], greatest = Floats{} + group.maxima[row];
     Indices lanes;
     for (u64 lane = 0; lane < LANES; ++lane) lanes[lane] = static_cast<i32>(lane);
     float scale = p.softcap == 0.0f ? p.scale * LOG2_E : LOG2_E;
     for (u64 i = 0; i < VECTORS; ++i) {
-        scores[i] = load(group.scores + row * POSITIONS + i * LANES) * scale;
+        scores[i] = load(own_scores + i * LANES) * scale;
         if constexpr (!IS_WHOLE) {
             Indices at = lanes + static_cast<i32>(i * LANES);
             Indices within = (at >= static_cast<i32>(begin)) & (at < static_cast<i32>(end));
@@ -155,15 +152,16 @@ void attend(const PrefillAttention& p, u64 kv_head, u64 number, const u16* packe
     for (u64 tile = p.first_position(p.position_of(group.first)) / POSITIONS; tile * POSITIONS <= last; ++tile) {
         u64 base = tile * POSITIONS, count = last + 1 - base < POSITIONS ? last + 1 - base : POSITIONS;
         const u16* keys = packed + (tile - p.first_tile()) * p.tile_nelements();
-        multiply({group.queries, key_tiles, group.rows, keys, key_tiles, PANELS, key_tiles, false}, group.scores);
+        u64 panels = PackedLinear::divide_up(count, PANEL);  // with positions; so many make a row of scores
+        multiply({group.queries, key_tiles, group.rows, keys, key_tiles, panels, key_tiles, false}, group.scores);
         for (u64 row = 0; row < group.rows; ++row) {
             u64 position = p.position_of(group.first + row), first = p.first_position(position);
             u64 end = position < base ? 0 : position + 1 - base < POSITIONS ? position + 1 - base : POSITIONS;
             u64 begin = first <= base ? 0 : first - base < end ? first - base : end;
             if (begin == 0 && end == POSITIONS)
-                weigh<true>(p, group, row, begin, end);
+                weigh<true>(p, group, row, panels, begin, end);
             else if (begin < end)
-                weigh<false>(p, group, row, begin, end);
+                weigh<false>(p, group, row, panels, begin, end);
             else
                 for (u64 input = 0; input < PrefillAttention::INPUT_TILES; ++input)
                     __builtin_memset(group.weights_of(row) + input * TILE, 0, TILE_INPUTS * sizeof(u16));

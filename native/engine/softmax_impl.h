@@ -18,6 +18,12 @@ inline void store(float* at, Floats vector) { __builtin_memcpy(at, &vector, size
 inline Floats exp_nonpositive(Floats x) { return exponential<Bits>(x < -87.0f ? Floats{} - 87.0f : x); }
 inline float exp_nonpositive(float x) { return exp_nonpositive(Floats{} + x)[0]; }
 
+// Replaces scores by tanh(score * scale / softcap) * softcap. `size` is a multiple of LANES.
+inline void cap_scores(float* scores, u64 size, float scale, float softcap) {
+    for (u64 i = 0; i < size; i += LANES)
+        store(scores + i, hyperbolic_tangent<Bits>(load(scores + i) * (scale / softcap)) * softcap);
+}
+
 inline float sum_lanes(Floats vector) {
     float sum = 0.0f;
     for (u64 lane = 0; lane < LANES; ++lane) sum += vector[lane];

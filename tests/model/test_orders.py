@@ -124,6 +124,7 @@ MESSAGES = [
     "ledger",  # the hash of a block · that it is valid
     "bell_pipe",  # the descriptor · the inode
     "watch_pipe",  # the descriptor · the inode
+    "ranks",  # the numbers of a rank · how many operations it has written
     "mapping",  # the mapping · its address
     "watcher",  # the robust list · the thread
     "point",  # the name · that it is armed

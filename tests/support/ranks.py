@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine import _native
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.worker.model_runner import ModelRunner
 from penstock.engine.worker.tensor_parallel import TPGroup
@@ -89,6 +91,7 @@ def _answer(
 ) -> None:
     torch.set_num_threads(1)
     ranks = TPGroup(rank, size, rendezvous, device if device == "cpu" else "cuda:0", "gloo")
+    assert (ranks.memory is not None) == (device == "cpu"), "the ranks are on one machine"
     results = {}
     for path, raw in json.loads(Path(folder, "work").read_text()).items():
         requests = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs], tokens) for prompt, inputs in raw]
@@ -135,9 +138,10 @@ def _run_short(runner: ModelRunner, short_at: Sequence[int]) -> None:
 class Threads(TPGroup):
     """Ranks of one process, each with a thread: they start at once, and add up without asking the kernel."""
 
-    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier, memory: Any) -> None:
         super().__init__()
         self.rank, self.size = rank, len(shared)
+        self.memory = _native.RankMemory(memory, rank, self.size, [])  # of native layers
         self._said, self._barrier = shared, barrier
         self.is_running = False  # while a model is loaded, no other rank is there
 
@@ -163,6 +167,15 @@ class Threads(TPGroup):
         return [min(each) for each in zip(*self._all(numbers), strict=True)]
 
 
+def shared_memory(size: int) -> Any:
+    file = os.memfd_create("ranks")
+    try:
+        os.ftruncate(file, _native.rank_memory_nbytes(size))
+        return _native.map_file(file, _native.rank_memory_nbytes(size), True)
+    finally:
+        os.close(file)
+
+
 def threads_must_answer(size: int, of: Family) -> None:
     """As transformers did, each of them, to the first requests."""
     assert answers_of_threads(size, of, of.requests[:4]) == [of.answers[:4]] * size
@@ -178,7 +191,8 @@ def results_of_threads(size: int, of: Family, requests: Sequence[Asked], **optio
     budget, adapters = options.pop("budget", 6), options.pop("of_requests", (b"",))
     files = options.pop("weight_files", [None] * size)
     shared, barrier = [None] * size, threading.Barrier(size, timeout=60)
-    ranks = [Threads(rank, shared, barrier) for rank in range(size)]
+    memory = shared_memory(size)
+    ranks = [Threads(rank, shared, barrier, memory) for rank in range(size)]
     devices = [device(of, ranks=group, weight_file=file, **options) for group, file in zip(ranks, files, strict=True)]
 
     def results(rank: int) -> Told:

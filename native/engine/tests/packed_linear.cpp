@@ -29,6 +29,11 @@ std::vector<u16> numbers(Random& random, u64 count) {
     return out;
 }
 
+double activated(const PackedLinear& linear, double gate) {
+    if (!linear.is_gelu) return gate / (1.0 + std::exp(-gate));
+    return gate / 2 * (1.0 + std::tanh(std::sqrt(2 / M_PI) * (gate + 0.044715 * gate * gate * gate)));
+}
+
 struct Case {
     PackedLinear linear{};
     u64 rows;
@@ -36,7 +41,7 @@ struct Case {
     std::vector<float> bias;
 
     explicit Case(Random& random) {
-        linear.inputs = 1 + random.below(200), linear.is_gated = random.one_in(3);
+        linear.inputs = 1 + random.below(200), linear.is_gated = random.one_in(3), linear.is_gelu = random.one_in(2);
         linear.outputs = linear.is_gated ? 32 * (1 + random.below(6)) : 1 + random.below(200);
         rows = 1 + random.below(random.one_in(3) ? 80 : 20);
         if (random.one_in(10))  // more inputs and rows than a kernel keeps in the caches
@@ -78,8 +83,7 @@ struct Case {
     }
     double expected(u64 row, u64 result) const {
         if (!linear.is_gated) return sum(row, result);
-        double gate = sum(row, result);
-        return gate / (1.0 + std::exp(-gate)) * sum(row, linear.outputs / 2 + result);
+        return activated(linear, sum(row, result)) * sum(row, linear.outputs / 2 + result);
     }
 
     std::vector<u16> computed(LinearKernel* kernel, u64 chunk, u64 threads) const {
@@ -150,6 +154,7 @@ void check_extremes() {
 void check_float32(Random& random) {
     PackedLinear linear{};
     linear.inputs = 1 + random.below(200), linear.dtype = DType::float32, linear.is_gated = random.one_in(3);
+    linear.is_gelu = random.one_in(2);
     linear.outputs = linear.is_gated ? 32 * (1 + random.below(4)) : 1 + random.below(150);
     u64 rows = 1 + random.below(40), results = linear.results(), stride = results + random.below(3);
     auto draw = [&](u64 count) {
@@ -183,7 +188,7 @@ void check_float32(Random& random) {
         for (u64 row = 0; row < rows; ++row) {
             for (u64 result = 0; result < results; ++result) {
                 double gate = sum(row, result), expected = gate;
-                if (linear.is_gated) expected = gate / (1.0 + std::exp(-gate)) * sum(row, outputs + result);
+                if (linear.is_gated) expected = activated(linear, gate) * sum(row, outputs + result);
                 double actual = double{out[row * stride + result]};
                 REQUIRE(std::abs(actual - expected) <= 1e-4 * (1.0 + std::abs(expected)), "%s: %g instead of %g", name,
                         actual, expected);
@@ -196,9 +201,9 @@ void check_float32(Random& random) {
 }
 
 // The float32 of -gate overflows in the exponential.
-void check_gate_far_below_zero() {
+void check_gate_far_below_zero(bool is_gelu) {
     PackedLinear linear{};
-    linear.inputs = 1, linear.outputs = 2 * PANEL, linear.is_gated = true;
+    linear.is_gelu = is_gelu, linear.inputs = 1, linear.outputs = 2 * PANEL, linear.is_gated = true;
     std::vector<u16> weights(linear.size()), tiles(linear.panel_size()), out(PANEL);
     const std::vector<u16> w(PANEL, bits_of(1.0f));
     pack_weights(linear, weights.data(), w.data(), PANEL, 0, 2);
@@ -271,7 +276,7 @@ int main(int argc, char** argv) {
         check_float32(random);
     }
     check_extremes();
-    check_gate_far_below_zero();
+    for (bool is_gelu : {false, true}) check_gate_far_below_zero(is_gelu);
     check_team(random);
     check_forked_child(random);
     return 0;

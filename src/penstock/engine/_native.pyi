@@ -164,9 +164,9 @@ class PackedLinear:
     y = x W^T + b in bfloat16 or float32, with W packed into panels of 16 outputs. Sums are float32.
     """
 
-    def __init__(self, inputs: int, outputs: int, buffer: numpy.typing.NDArray[numpy.uint16], bias: numpy.typing.NDArray[numpy.float32] | None = None, is_gated: bool = False, is_float32: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int, buffer: numpy.typing.NDArray[numpy.uint16], bias: numpy.typing.NDArray[numpy.float32] | None = None, is_gated: bool = False, is_float32: bool = False, is_gelu: bool = False) -> None:
         """
-        Packs into `buffer`, of at least `packed_size` elements at a multiple of 64 bytes, and keeps it alive. `is_gated`: W has panels of a gate and of an up projection in turn, and y = silu(gate) * up.
+        Packs into `buffer`, of at least `packed_size` elements at a multiple of 64 bytes, and keeps it alive. `is_gated`: W has panels of a gate and of an up projection in turn, and y = silu(gate) * up; with `is_gelu`, y = gelu(gate) * up, by tanh.
         """
 
     def pack(self, rows: numpy.typing.NDArray[numpy.uint16], first_panel: int = 0, step: int = 1, threads: int = 1) -> None:
@@ -205,14 +205,37 @@ def linear_kernels() -> list[str]:
 def choose_linear_kernel(name: str) -> None:
     """Chooses the kernel of this process. Raises ValueError."""
 
+class RankMemory:
+    """
+    Adds up numbers of all ranks of a model, in memory that the ranks share.
+    """
+
+    def __init__(self, memory: numpy.typing.NDArray[numpy.uint8], rank: int, ranks: int, pidfds: Sequence[int]) -> None:
+        """
+        `memory`: of `rank_memory_nbytes` zeros, which all ranks map. `pidfds`: of the processes of all ranks, by rank; empty: no rank ends before this one.
+        """
+
+    def sum(self, address: int, count: int, is_bfloat16: bool) -> None:
+        """
+        Adds up numbers of all ranks, in place. Blocks until all ranks have called. Raises RuntimeError if a rank ends. The caller checks the address.
+        """
+
+    def gather(self, address: int, rows: int, nbytes: int, out_address: int) -> None:
+        """
+        Copies rows of bytes of all ranks to [rows, ranks, nbytes] at `out_address`. Blocks and raises as `sum`.
+        """
+
+def rank_memory_nbytes(ranks: int) -> int:
+    """Bytes of the memory of so many ranks."""
+
 class DecoderLayer:
     """
     A layer in bfloat16 or float32: attention and a gated MLP, a norm before each, and residuals.
     """
 
-    def __init__(self, cache: int, norms: Sequence[tuple[int, float, bool]], linears: tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear], heads: Sequence[int], scale: float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None) -> None:
+    def __init__(self, cache: int, norms: Sequence[tuple[int, float, bool]], linears: tuple[PackedLinear, PackedLinear, PackedLinear | None, PackedLinear | None], heads: Sequence[int], scale: float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None) -> None:
         """
-        `cache`: index of the layer's keys and values. `norms`: address of the weights or 0, epsilon, whether the factor is 1 + w; before attention, before the MLP, of queries, of keys. `linears`: queries, keys and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of a value. The rest is as in `prefill_attention`. The caller checks the addresses.
+        `cache`: index of the layer's keys and values. `norms`: address of the weights or 0, epsilon, whether the factor is 1 + w; before attention, of its result, before the MLP, of its result, of queries, of keys. `linears`: queries, keys and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of a value. The rest is as in `prefill_attention`. The caller checks the addresses.
         """
 
     def set_adapter(self, adapter: int, product: int, a: PackedLinear, b: PackedLinear) -> None:
@@ -244,9 +267,14 @@ class AttentionStep:
         Sets the tokens that have an adapter: number of the adapter, first token and token behind the last, in the order of the tokens.
         """
 
-def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sin: tuple[int, int], final_norm: tuple[int, float, bool], out_address: int, threads: int) -> None:
+    def set_read(self, tokens: numpy.typing.NDArray[numpy.int64]) -> None:
+        """
+        Sets the tokens with hidden states that are read: rows of one token, and last tokens of chunks. Those of other tokens of chunks may be anything after several layers. Raises ValueError.
+        """
+
+def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sins: Sequence[tuple[int, int]], final_norm: tuple[int, float, bool], out_address: int, threads: int, ranks: RankMemory | None = None, normed_address: int = 0) -> None:
     """
-    Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in elements. `cos_sin`: addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. The caller checks the addresses.
+    Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in elements. `cos_sins`: of each layer, addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. `ranks`: of a model with several; all compute the same tokens. The caller checks the addresses. Raises RuntimeError if a rank ends.
     """
 
 def resize(frames: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None, 3), order='C', device='cpu', writable=False)], first: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], weights: Annotated[NDArray[numpy.int16], dict(shape=(None, None), order='C', device='cpu', writable=False)], shift: int, is_along_width: bool, out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None, 3), order='C', device='cpu')]) -> None:

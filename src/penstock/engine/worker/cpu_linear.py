@@ -7,17 +7,18 @@ same input (queries, keys and values; gate and up) are one product.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine import _native
 from penstock.engine.cluster.logs import event
 from penstock.engine.worker.cpu_tensors import huge_pages, kernel_threads, rows_of
-from penstock.engine.worker.stock import SiLUActivation
 
 PANEL = 16  # outputs of a panel of packed weights
 ALIGNED = 32  # elements: 64 bytes
@@ -25,6 +26,7 @@ FLOAT32_KERNELS = ("amx", "avx512_bf16", "avx512", "avx2")  # faster than torch 
 # Layers of a module with the same input.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"))
 MLP = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}  # layers of a gated MLP, their sizes in a trial
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 
 
 class LinearGroup(NamedTuple):
@@ -32,6 +34,7 @@ class LinearGroup(NamedTuple):
 
     layers: tuple[Any, ...]  # of nn.Linear
     gated: nn.Module | None = None  # the MLP of a gate and an up projection, if the kernel applies the gate
+    gate: str = "silu"  # key of GATES
 
     @property
     def inputs(self) -> int:
@@ -135,19 +138,20 @@ def range_of(tensor: Tensor) -> tuple[int, int]:
 def find_groups(model: nn.Module) -> Iterator[LinearGroup]:
     """Yields each packable layer once."""
     grouped: set[int] = set()
-    is_gate_right: dict[type, bool] = {}
+    gates: dict[tuple[type, str], str | None] = {}  # of an MLP and its activation
     for module in list(model.modules()):
         for names in TOGETHER:
             layers = tuple(getattr(module, name, None) for name in names)
             if not can_group(layers) or any(id(layer) in grouped for layer in layers):
                 continue
-            gated = None
+            gate = None
             if may_gate(module):
-                if type(module) not in is_gate_right:
-                    is_gate_right[type(module)] = computes_gate(module)
-                gated = module if is_gate_right[type(module)] else None
+                kind = type(module), repr(module.act_fn)
+                if kind not in gates:
+                    gates[kind] = find_gate(module)
+                gate = gates[kind]
             grouped.update(id(layer) for layer in layers)
-            yield LinearGroup(layers, gated)
+            yield LinearGroup(layers) if gate is None else LinearGroup(layers, module, gate)
     for module in model.modules():
         if is_packable(module) and id(module) not in grouped:
             yield LinearGroup((module,))
@@ -177,14 +181,15 @@ def may_gate(module: Any) -> bool:
     if dict(module.named_children()).keys() != {*MLP, "act_fn"} or "forward" in vars(module):
         return False
     gate, up, down = (getattr(module, name) for name in MLP)
-    if not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)) or not is_packable(down):
+    if list(module.act_fn.parameters()) or not is_packable(down):
         return False
     return gate.bias is None and up.bias is None and gate.weight.shape == up.weight.shape
 
 
 @torch.inference_mode()
-def computes_gate(mlp: Any) -> bool:
-    """Whether a module computes down(silu(gate(x)) * up(x)), found by a trial with small layers in place of its own."""
+def find_gate(mlp: Any) -> str | None:
+    """Returns the gate with which a module computes down(gate(x) * up(x)), found by a trial with small layers in place
+    of the module's own. None: the module computes something else."""
     layers = {name: getattr(mlp, name) for name in MLP}
     drawn = torch.Generator().manual_seed(0)
     x = torch.randn(1, 4, MLP["gate_proj"][0], generator=drawn)
@@ -193,8 +198,11 @@ def computes_gate(mlp: Any) -> bool:
             layer = nn.Linear(inputs, outputs, bias=False, device="meta")
             layer.weight = nn.Parameter(torch.randn(outputs, inputs, generator=drawn))
             setattr(mlp, name, layer)
-        expected = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
-        return torch.allclose(type(mlp).forward(mlp, x), expected, atol=1e-4)
+        result = type(mlp).forward(mlp, x)
+        for name, gate in GATES.items():
+            if torch.allclose(result, mlp.down_proj(gate(mlp.gate_proj(x)) * mlp.up_proj(x)), atol=1e-4):
+                return name
+        return None
     finally:
         for name, layer in layers.items():
             setattr(mlp, name, layer)
@@ -204,7 +212,8 @@ def pack_group(group: LinearGroup, buffer: npt.NDArray[np.uint16], *, is_packed:
     is_gated = group.gated is not None
     outputs, dtype = group.outputs, group.dtype
     sizes = group.inputs, sum(outputs)
-    packed = _native.PackedLinear(*sizes, buffer, bias_of(group.layers), is_gated, dtype == torch.float32)
+    kinds = is_gated, dtype == torch.float32, group.gate == "gelu"
+    packed = _native.PackedLinear(*sizes, buffer, bias_of(group.layers), *kinds)
     first = 0
     for layer in group.layers:
         shape = layer.weight.shape

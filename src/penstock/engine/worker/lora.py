@@ -102,6 +102,8 @@ Adapted: TypeAlias = "tuple[LayerPlace, AdaptedProduct]"
 
 def set_adapter(layer: CpuLayer, module: Any, number: int, places: Mapping[tuple[int, str], Adapted]) -> None:
     """Gives a native layer an adapter of its four products."""
+    if layer.mlp is not None:
+        return  # modules compute steps with adapters
     attention, mlp = module.self_attn, module.mlp
     shared = attention.q_proj.forward.shared
     owners = (shared, "product"), (attention.o_proj, "forward"), (mlp, "forward"), (mlp.down_proj, "forward")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.engine.cluster.logs import event
 from penstock.engine.model_dir import ENCODERS, VISION, require_family
+from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.config import require_dtype
 from penstock.engine.protocol.lora import Adapter
 from penstock.engine.worker import rope, weight_loader
@@ -110,7 +111,7 @@ class LoadedModel:
         self.max_short_prompt = rope.by_row(stock.get_decoder(), text)
         if self.max_short_prompt is not None and hasattr(stock.base_model, "get_rope_index"):
             raise ValueError(f"{stock.config.model_type!r} with rope_type longrope is not supported")
-        self._decoder = find_decoder(stock.get_decoder())
+        self._decoder = find_decoder(stock.get_decoder(), ranks)
         self._cuda_decoder: CudaDecoder | None = None
         probe = self._probe()
         self.shapes = probe.shapes
@@ -150,12 +151,14 @@ class LoadedModel:
         positions: Tensor,
         embeds: InputEmbeds | None = None,
         runs: Sequence[AdapterRun] = (),
+        read: Index | None = None,
     ) -> Tensor:
         """Returns the hidden states of a sequence of tokens: `ids` [tokens], or `embeds` instead of their embeddings;
-        `positions` [tokens] or [3, tokens], see `rope`. `runs`: tokens with adapters."""
+        `positions` [tokens] or [3, tokens], see `rope`. `runs`: tokens with adapters. `read`: tokens of which the
+        caller reads the hidden states; None: all."""
         if self._decoder is not None and isinstance(paged, PagedAttention) and (embeds is None or not embeds.added):
             tokens = self.embeds(ids) if embeds is None else embeds.tokens
-            native = self._decoder.hidden(tokens[None], positions.unsqueeze(-2), paged, runs)
+            native = self._decoder.hidden(tokens[None], positions.unsqueeze(-2), paged, runs, read)
             if native is not None:
                 return native[0]
         if runs and self.adapters is not None:
@@ -232,8 +235,7 @@ def load(
     if device.type == "cpu":
         replace_norms(stock)
         replace_attentions(stock)
-        if ranks.size == 1:  # hooks of the parts of a layer add up what several ranks have
-            replace_layers(stock)
+        replace_layers(stock, ranks)
     loaded = None if adapters is None else load_adapters(stock, adapters, slices, device)
     sums_attention = ranks.size == 1 or outputs_are_summed(stock, slices)
     model = LoadedModel(stock, ranks, device, sums_attention=sums_attention, adapters=loaded)

@@ -210,7 +210,8 @@ class ModelRunner:
         has_products = not self._model.is_packed or bool(input_batch.chunks)  # of torch: in attention, or of images
         use_threads(self._threads, input_batch.slots.size, has_products=has_products)
         try:
-            hidden, failed = self._compute(input_batch)
+            read = None if self._prompts.is_due(input_batch, batch) else input_batch.last
+            hidden, failed = self._compute(input_batch, read)
             prompts = self._prompts.score(input_batch, batch, hidden, is_used=self._sampler is not None)
             logits = self._model.logits(hidden[torch.from_numpy(input_batch.last)]) if input_batch.last.size else None
             if logits is not None and self._pooler is not None:
@@ -351,8 +352,8 @@ class ModelRunner:
     def _runs(self, input_batch: InputBatch) -> list[AdapterRun]:
         return [] if self._model.adapters is None else adapter_runs(self._adapters[input_batch.slots])
 
-    def _compute(self, input_batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
-        """Returns the hidden states of the step's tokens, and the slots that fail, with the reasons."""
+    def _compute(self, input_batch: InputBatch, read: Index | None) -> tuple[Tensor, dict[int, FinishReason]]:
+        """Returns the hidden states of tokens, and slots that fail, with reasons. `read`: see `LoadedModel.hidden`."""
         where = torch.from_numpy(np.stack((input_batch.slots, input_batch.positions)))
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
         positions, embeds = torch.from_numpy(self._positions(input_batch)), None
@@ -360,7 +361,7 @@ class ModelRunner:
         if self._images is not None:
             embeds, failed = self._images.embeds(input_batch, ids)
         paged = PagedAttention(self._memory, input_batch, self._device)
-        return self._model.hidden(paged, ids, positions, embeds, self._runs(input_batch)), failed
+        return self._model.hidden(paged, ids, positions, embeds, self._runs(input_batch), read), failed
 
     def _room(self, token_budget: int, slots: int, memory_utilization: float, reserved: int) -> int:
         """Returns the number of blocks that fit into memory, on the rank with the least memory. `reserved`: bytes of a

@@ -44,6 +44,18 @@ def by_row(decoder: nn.Module, config: Any) -> int | None:
     return min(limits, default=None)
 
 
+def kinds_of(rotary: Any) -> list[str | None]:
+    """Returns the kinds of layers for which a rotary embedding has frequencies of their own; None: all layers."""
+    rotary = rotary.short if isinstance(rotary, _ByRow) else rotary
+    return list(_types(rotary)) if hasattr(rotary, "rope_type") else [None]
+
+
+def embed(rotary: Any, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
+    """Returns the embeddings of positions for layers of a kind."""
+    embeddings: tuple[Tensor, Tensor] = rotary(x, position_ids, **({} if kind is None else {"layer_type": kind}))
+    return embeddings
+
+
 def mark_long(positions: Index, input_batch: InputBatch, prompt_lengths: Index, max_short_prompt: int) -> Index:
     """Returns positions [tokens], inverted for tokens with long frequencies. `prompt_lengths`: of the batch's rows."""
     lengths = np.repeat(prompt_lengths, input_batch.counts)

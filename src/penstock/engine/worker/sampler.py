@@ -205,7 +205,7 @@ class Sampler:
         is_early = generated < self._least[slots] if batch.has_least else None
         is_masked = masks is not None and masks.rows.size > 0
         if batch.has_penalties or batch.has_ids or is_masked or (is_early is not None and is_early.any()):
-            is_failed_before = ~torch.isfinite(logits.max(dim=-1).values)
+            is_failed_before = ~torch.isfinite(likeliest(logits)[0])
             logits = self._adjusted(batch, logits, is_early)
         if masks is not None and is_masked:
             rows = self._ids(masks.rows)
@@ -326,7 +326,7 @@ class _RandomRows:
         self._max_k = int(s._top_ks[slots[cut]].max(initial=0))
 
     def choose(self, logits: torch.Tensor, draws: torch.Tensor | None) -> Chosen:
-        maxima, ids = logits.max(dim=-1)
+        maxima, ids = likeliest(logits)
         is_failed = ~torch.isfinite(maxima)
         if draws is not None:
             rows = self._rows
@@ -359,6 +359,15 @@ class _RandomRows:
         is_left = (ranks < self._top_ks) & (sums - best < self._top_ps * sums[:, -1:])
         last = is_left.sum(-1, keepdim=True).clamp_(min=1) - 1
         return best.gather(1, last)
+
+
+def likeliest(logits: torch.Tensor) -> Pairs:
+    """Returns the greatest logit of each row, and the first id that has it; NaN is the greatest."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        values, ids = logits.max(dim=-1)
+        return values, ids
+    ids = torch.from_numpy(logits.numpy().argmax(-1))  # NumPy compares vectors, torch single numbers
+    return logits.gather(1, ids[:, None])[:, 0], ids
 
 
 # ── randomness ───────────────────────────────────────────────────────────────────────────────────────────────────────

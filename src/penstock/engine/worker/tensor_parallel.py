@@ -6,22 +6,29 @@ same layer, only narrower. `weight_slices` computes where slices begin and end, 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from penstock.engine import _native
 from penstock.engine.cluster.cuda_devices import uuid_digits
+from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.worker.weight_slices import FIRST_ONLY, HeadSlices, WeightSlice, share, within
 
 ALIGNED = 8  # columns, or rows: the arithmetic of some devices and of experts wants 16 bytes, of two-byte numbers
+SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # of tensors that ranks add up in shared memory
+MAX_SENT_NBYTES = 64 << 10  # of tensors that all ranks write to shared memory though one is sent
 JOIN_TIMEOUT = datetime.timedelta(minutes=5)  # of a rank, and of each collective operation
 KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")  # layers with heads as outputs; the last one: as inputs
 
@@ -45,6 +52,9 @@ class TPGroup:
         """
         self.rank = rank
         self.size = size
+        self.summed: WeakSet[nn.Module] = WeakSet()  # modules with results that all ranks add up
+        self.memory: _native.RankMemory | None = None  # that all ranks of a machine share
+        self._pidfds: list[int] = []
         self._is_alone = False
         is_cuda = device.startswith("cuda")
         self._uses_host = is_cuda and collectives == "gloo"  # gloo takes tensors of the host
@@ -62,10 +72,44 @@ class TPGroup:
                 world_size=size,
                 timeout=JOIN_TIMEOUT,
             )
+            if not is_cuda:
+                self._share_memory()
 
     def close(self) -> None:
         if self.size > 1:
             torch.distributed.destroy_process_group()
+        for pidfd in self._pidfds:
+            os.close(pidfd)
+        self.memory, self._pidfds = None, []
+
+    def _share_memory(self) -> None:
+        """Maps memory of rank 0 in all ranks. Blocks until all ranks have called."""
+        nbytes = _native.rank_memory_nbytes(self.size)
+        token, file = secrets.randbits(62), None
+        if self.rank == 0:
+            file = os.memfd_create(f"ranks-{token}", os.MFD_CLOEXEC)
+            os.ftruncate(file, nbytes)
+        own = torch.tensor([os.getpid(), token, file or 0])
+        all_ranks = [torch.empty_like(own) for _ in range(self.size)]
+        torch.distributed.all_gather(all_ranks, own)
+        owner, token, number = all_ranks[0].tolist()
+        if self.rank:  # the path names another file, or none, where rank 0 is on another machine
+            path = f"/proc/{owner}/fd/{number}"
+            with contextlib.suppress(OSError):
+                if os.readlink(path).startswith(f"/memfd:ranks-{token}"):
+                    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if self.least(int(file is not None)):
+            assert file is not None, "all ranks have it"
+            pids = [int(each[0]) for each in all_ranks]
+            self._pidfds = [os.pidfd_open(pid) for pid in pids]
+            self.memory = _native.RankMemory(_native.map_file(file, nbytes, True), self.rank, self.size, self._pidfds)
+        event("ranks add up", by="gloo" if self.memory is None else "shared memory")
+        if file is not None:
+            os.close(file)
+
+    def sums_in_memory(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether the results of modules are those of one rank, or of ranks that share memory and add up each."""
+        return self.size == 1 or (self.memory is not None and all(module in self.summed for module in modules))
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -79,6 +123,9 @@ class TPGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Adds up the tensors of all ranks, in place."""
+        if self.memory is not None and tensor.dtype in SUMMED_DTYPES and tensor.is_contiguous():
+            self.memory.sum(tensor.data_ptr(), tensor.numel(), tensor.dtype == torch.bfloat16)
+            return tensor
         return self._in_place(tensor, torch.distributed.all_reduce)
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -88,12 +135,16 @@ class TPGroup:
         if self._is_alone:
             return torch.cat([tensor.contiguous() for _ in range(self.size)], dim=-1)
         own = tensor.cpu() if self._uses_host else tensor.contiguous()
+        if self.memory is not None:
+            return gather_in_memory(self.memory, own, self.size).flatten(-2)
         parts = [torch.empty_like(own) for _ in range(self.size)]
         torch.distributed.all_gather(parts, own)
         return torch.cat(parts, dim=-1).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copies the tensor of rank `source` to all ranks, in place."""
+        if self.memory is not None and tensor.is_contiguous() and tensor.nbytes <= MAX_SENT_NBYTES:
+            return tensor.copy_(gather_in_memory(self.memory, tensor.view(-1), self.size)[source].view(tensor.shape))
         return self._in_place(tensor, lambda shared: torch.distributed.broadcast(shared, source))
 
     def _in_place(self, tensor: Tensor, operate: Callable[[Tensor], object]) -> Tensor:
@@ -114,6 +165,15 @@ class TPGroup:
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
         least: list[int] = tensor.tolist()
         return least
+
+
+def gather_in_memory(memory: _native.RankMemory, own: Tensor, size: int) -> Tensor:
+    """Returns the rows [..., width] of all ranks, as [..., ranks, width]."""
+    width = own.shape[-1]
+    rows = own.numel() // max(1, width)
+    out = own.new_empty(*own.shape[:-1], size, width)
+    memory.gather(own.data_ptr(), rows, width * own.itemsize, out.data_ptr())
+    return out
 
 
 def device_index(name: str) -> int:
@@ -208,6 +268,7 @@ class _Sharding(NamedTuple):
         self.modules[name].register_forward_hook(lambda _module, _inputs, outcome: change(outcome))
 
     def add_up_after(self, name: str) -> None:
+        self.ranks.summed.add(self.modules[name])
         self.after(name, self.ranks.all_reduce)
 
 
@@ -242,6 +303,7 @@ def _rowwise(cut: _Sharding, name: str) -> None:
 
 def _rowwise_split_input(cut: _Sharding, name: str) -> None:
     _rowwise(cut, name)
+    cut.ranks.summed.discard(cut.modules[name])  # native layers do not split inputs
     part = cut.slices[f"{name}.weight"]
 
     def split(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

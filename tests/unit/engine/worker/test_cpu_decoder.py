@@ -9,8 +9,21 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
+import numpy  # noqa: E402
 from torch import nn  # noqa: E402
-from transformers import Gemma2Config, Gemma2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model  # noqa: E402
+from transformers import (  # noqa: E402
+    Gemma2Config,
+    Gemma2Model,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    LlamaConfig,
+    LlamaModel,
+    Qwen3Config,
+    Qwen3Model,
+    Qwen3MoeConfig,
+    Qwen3MoeModel,
+)
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
 
 from penstock.engine import _native  # noqa: E402
@@ -19,6 +32,7 @@ from penstock.engine.worker.cpu_decoder import CpuLayer, find_decoder, replace_l
 from penstock.engine.worker.cpu_linear import FLOAT32_KERNELS, pack_linears  # noqa: E402
 from penstock.engine.worker.cpu_norm import replace_norms  # noqa: E402
 from penstock.engine.worker.paged_attention import NAME, KVCache, KVCacheShape, PagedAttention  # noqa: E402
+from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 from tests.support.models import BLOCK_SIZE, batch_of_rows  # noqa: E402
 
 SIZES = {
@@ -31,20 +45,29 @@ SIZES = {
     "head_dim": 32,
 }
 WINDOWS = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS = {
     "llama": (LlamaModel, LlamaConfig, {}),
     "biases": (LlamaModel, LlamaConfig, {"attention_bias": True}),
     "qwen3": (Qwen3Model, Qwen3Config, {}),
     "windows": (Qwen3Model, Qwen3Config, WINDOWS),
+    "gemma2": (Gemma2Model, Gemma2Config, {"sliding_window": 8, "attn_logit_softcapping": 2.0}),
+    "gemma3": (Gemma3TextModel, Gemma3TextConfig, {"sliding_window": 8, "layer_types": LAYERS}),
 }
 ROWS = {
-    "decode": [(5, 1), (30, 1), (17, 1)],
+    "decode": [(5, 1), (30, 1), (17, 1), *((3 + row % 6, 1) for row in range(21))],
     "mixed": [(5, 1), (30, 1), (200, 150), (12, 12), (3, 2)],
 }
 BLOCKS = 100
 
 
 class ScaledLayer(LlamaDecoderLayer):
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return super().forward(*arguments, **options) * 2
+
+
+class ScaledGemmaLayer(Gemma2DecoderLayer):
     def forward(self, *arguments: Any, **options: Any) -> Any:
         return super().forward(*arguments, **options) * 2
 
@@ -75,8 +98,9 @@ def built(kind: Any, config_kind: Any, more: dict[str, Any], dtype: torch.dtype 
 
 
 def replaced(model: Any) -> Any:
-    for replace in (pack_linears, replace_norms, replace_attentions, replace_layers):
+    for replace in (pack_linears, replace_norms, replace_attentions):
         replace(model)
+    replace_layers(model, TPGroup())
     return model
 
 
@@ -113,7 +137,7 @@ def test_decoder_computes_what_transformers_does(name: str, rows: str) -> None:
     stock = hidden(built(*MODELS[name]), ROWS[rows])
     exact = hidden(built(*MODELS[name], torch.float32), ROWS[rows], torch.float32)
     model = replaced(built(*MODELS[name]))
-    decoder = find_decoder(model)
+    decoder = find_decoder(model, TPGroup())
     assert layers_of(model) == [True] * 3 and decoder is not None
     paged, ids, positions = step_of(ROWS[rows], torch.bfloat16)
     actual = decoder.hidden(model.embed_tokens(ids), positions, paged)
@@ -129,7 +153,7 @@ def test_decoder_computes_what_transformers_does(name: str, rows: str) -> None:
 def test_decoder_computes_decode_steps_in_float32(name: str) -> None:
     stock, model = (built(*MODELS[name], torch.float32) for _ in range(2))
     replaced(model)
-    decoder = find_decoder(model)
+    decoder = find_decoder(model, TPGroup())
     if not layers_of(model)[0]:
         assert _native.linear_kernel() not in FLOAT32_KERNELS and decoder is None
         return
@@ -145,25 +169,58 @@ def test_decoder_computes_decode_steps_in_float32(name: str) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_of_layers_with_experts_is_native(dtype: torch.dtype) -> None:
+    family = Qwen3MoeModel, Qwen3MoeConfig, EXPERTS
+    stock = hidden(built(*family), ROWS["decode"])
+    exact = hidden(built(*family, torch.float32), ROWS["decode"], torch.float32)
+    model = replaced(built(*family, dtype))
+    is_packed = dtype == torch.bfloat16 or _native.linear_kernel() in FLOAT32_KERNELS
+    assert layers_of(model) == [is_packed] * 3 and find_decoder(model, TPGroup()) is None
+    actual = hidden(model, ROWS["decode"], dtype)
+    limit = (stock - exact).abs().mean() * 1.05 if dtype == torch.bfloat16 else 1e-5
+    assert (actual - exact).abs().mean() <= limit
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["windows", "gemma3"])
+def test_hidden_states_that_are_read_have_the_same_bits(name: str) -> None:
+    model = replaced(built(*MODELS[name]))
+    decoder = find_decoder(model, TPGroup())
+    paged, ids, positions = step_of(ROWS["mixed"], torch.bfloat16)
+    arguments = model.embed_tokens(ids), positions, paged
+    whole = decoder.hidden(*arguments)  # type: ignore[union-attr]
+    if whole is None:
+        pytest.skip("torch computes chunks")
+    for read in ([0, 1, 151, 163, 165], [163, 0], [1], []):
+        tokens = numpy.array(read, numpy.intp)
+        part = decoder.hidden(*arguments, read=tokens)  # type: ignore[union-attr]
+        assert torch.equal(part[0, read], whole[0, read]), read
+    for read in ([2], [150], [-1], [0, 166]):
+        with pytest.raises(ValueError, match="expected rows of one token, and last tokens of chunks"):
+            decoder.hidden(*arguments, read=numpy.array(read, numpy.intp))  # type: ignore[union-attr]
+
+
+@torch.inference_mode()
 def test_decoder_refuses_a_cache_of_another_dtype() -> None:
     model = replaced(built(*MODELS["llama"]))
-    decoder = find_decoder(model)
+    decoder = find_decoder(model, TPGroup())
     paged, ids, positions = step_of(ROWS["decode"], torch.float32)
     with pytest.raises(ValueError, match="expected layers of one size, each with a cache, and of its dtype"):
         decoder.hidden(model.embed_tokens(ids), positions, paged)  # type: ignore[union-attr]
 
 
 @torch.inference_mode()
-def test_layers_that_compute_something_else_stay() -> None:
-    model = built(*MODELS["llama"])
-    scaled = ScaledLayer(model.config, 1).to(torch.bfloat16)
+@pytest.mark.parametrize(("name", "kind"), [("llama", ScaledLayer), ("gemma2", ScaledGemmaLayer)])
+def test_layers_that_compute_something_else_stay(name: str, kind: Any) -> None:
+    model = built(*MODELS[name])
+    scaled = kind(model.config, 1).to(torch.bfloat16)
     scaled.load_state_dict(model.layers[1].state_dict())
     model.layers[1] = scaled
     stock = hidden(model, ROWS["decode"])
     replaced(model)
-    assert layers_of(model) == [True, False, True] and find_decoder(model) is None
+    assert layers_of(model) == [True, False, True] and find_decoder(model, TPGroup()) is None
     torch.testing.assert_close(hidden(model, ROWS["decode"]), stock, rtol=0.05, atol=0.1)
-    assert layers_of(replaced(built(Gemma2Model, Gemma2Config, {}))) == [False] * 3
     assert layers_of(replaced(built(*MODELS["llama"], torch.float16))) == [False] * 3
 
 
@@ -171,11 +228,10 @@ def test_layers_that_compute_something_else_stay() -> None:
 @pytest.mark.parametrize("kind", [ScaledLlama, ReversedLlama])
 def test_decoder_that_connects_layers_otherwise_stays(kind: Any) -> None:
     model = replaced(built(kind, LlamaConfig, {}))
-    assert layers_of(model) == [True] * 3 and find_decoder(model) is None
+    assert layers_of(model) == [True] * 3 and find_decoder(model, TPGroup()) is None
 
 
 def test_step_refuses_missing_blocks() -> None:
-    numpy = pytest.importorskip("numpy")
     caches, table = numpy.zeros((1, 2), numpy.int64), numpy.zeros((1, 2), numpy.int32)
     ones = numpy.ones(1, numpy.int64)
     _native.AttentionStep(caches, 4, 8, ones, table, ones, [])

@@ -96,7 +96,8 @@ def test_shared_product_is_right_in_any_order_and_for_other_inputs() -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind, act_fn, is_fused", [
-    (Mlp, nn.SiLU(), True), (Mlp, nn.GELU(), False), (ScaledMlp, nn.SiLU(), False),
+    (Mlp, nn.SiLU(), True), (Mlp, nn.GELU(approximate="tanh"), True), (Mlp, nn.GELU(), False),
+    (ScaledMlp, nn.SiLU(), False),
 ])  # fmt: skip
 def test_gate_is_fused_where_the_module_computes_one(kind: type[Mlp], act_fn: nn.Module, is_fused: bool) -> None:
     torch.manual_seed(0)
@@ -160,9 +161,10 @@ def test_trial_of_a_gate_does_not_depend_on_weights_or_hooks() -> None:
 @torch.inference_mode()
 def test_gate_is_fused_by_each_modules_shape_and_activation() -> None:
     torch.manual_seed(0)
-    mlps = [Mlp(64, 32, nn.SiLU()), Mlp(64, 36, nn.SiLU()), Mlp(64, 32, nn.GELU())]
+    gates = [nn.GELU(approximate="tanh"), nn.GELU()]
+    mlps = [Mlp(64, 32, nn.SiLU()), Mlp(64, 36, nn.SiLU()), *(Mlp(64, 32, gate) for gate in gates)]
     model = nn.Sequential(*mlps).to(torch.bfloat16)
-    assert [group.gated is not None for group in find_groups(model) if len(group.layers) == 2] == [True, False]
+    assert [group.gated is not None for group in find_groups(model) if len(group.layers) == 2] == [True, True, False]
     packed, exact = pack(model)
     x = torch.randn(1, 5, 64).to(torch.bfloat16)
     require_close(packed(x), exact(x.float()))

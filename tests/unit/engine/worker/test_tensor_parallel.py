@@ -1,5 +1,6 @@
 """A model on several ranks answers as transformers does, token for token, however few heads there are to share."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,12 @@ from typing import Any
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import Family, families
+from tests.support.models import TEXT, Family, device, families
 
 # isort: split
-from tests.support.ranks import ranks_must_answer, results_of_threads, threads_must_answer
+from penstock.engine import _native
+from penstock.engine.worker.cpu_linear import FLOAT32_KERNELS
+from tests.support.ranks import Threads, ranks_must_answer, results_of_threads, shared_memory, threads_must_answer
 
 EVEN: list[Any] = [(2, name, {}) for name in families()]
 WIDE = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen2_vl", "qwen3_vl")
@@ -36,6 +39,15 @@ def test_ranks_answer_like_one_however_few_heads_and_columns_there_are(
     size: int, name: str, changes: dict[str, int], family: Callable[..., Family]
 ) -> None:
     threads_must_answer(size, family(name, **changes))
+
+
+@pytest.mark.parametrize("name", families(*TEXT))
+def test_layers_of_ranks_are_one_native_call(name: str, family: Callable[..., Family]) -> None:
+    ranks = Threads(0, [None, None], threading.Barrier(1), shared_memory(2))
+    has_experts = name in ("mixtral", "qwen2_moe", "qwen3_moe")
+    is_native = not has_experts and _native.linear_kernel() in FLOAT32_KERNELS
+    decoders = [device(family(name), ranks=ranks)._model._decoder, device(family(name))._model._decoder]
+    assert [decoder is not None for decoder in decoders] == [is_native] * 2
 
 
 @pytest.mark.parametrize(("name", "changes"), [("llama", {}), ("qwen2_vl", {}), ("llama", {"hidden_size": 72})])
