@@ -268,13 +268,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Option(
             "multimodal",
-            choices=("auto", "store", "inline"),
+            choices=("auto", "store", "inline", "device"),
             metavar="WAY",
             if_absent=f"{TENSOR_TRANSPORT.name}, or auto",
         ),
     ] = "auto"
-    """How media and prompt embeddings travel: store, inline (in messages), or auto, which is in the store if there is
-    one, and inline where it has no room"""
+    """How media and prompt embeddings travel: store, inline (in messages), auto (in the store if there is one, and
+    inline where it has no room), or device (as auto; by a program's `DeviceScope`, from a device)"""
     max_concurrent_videos: Annotated[int, Option("multimodal", ge=1, le=32)] = 2
     """Maximum number of videos that an API server process decodes at a time, each in a process of its own"""
 
@@ -351,6 +351,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "tensor_transport 'inline' uses no store: expected store_nbytes (--mm-processor-cache-gb) of 0, "
                 f"got {self.store_nbytes}"
             )
+        if self.tensor_transport == "device" and not (self.store_nbytes and self.device != "cpu"):
+            raise ValueError("tensor_transport 'device' needs device 'cuda', and a store (--mm-processor-cache-gb)")
         if self.huge_pages and not self.store_nbytes:
             raise ValueError("huge_pages are for the store: store_nbytes (--mm-processor-cache-gb) is 0")
         if self.mm_encoder_tp_mode == "store" and not self.encoder_cache_nbytes:

@@ -112,6 +112,7 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         weight_file=cluster.weights,
         pooler=pooler_of(cluster),
         store=cluster.store,
+        receives_tensors=config.tensor_transport == "device",
     )
 
 

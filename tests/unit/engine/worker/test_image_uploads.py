@@ -13,12 +13,14 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 
 from penstock import Store  # noqa: E402
 from penstock.engine.worker import image_encoder  # noqa: E402
-from penstock.engine.worker.image_encoder import ImageEncoder  # noqa: E402
+from penstock.engine.worker.cuda.pending_step import CudaPendingStep  # noqa: E402
+from penstock.engine.worker.image_encoder import DeviceInputs, ImageEncoder  # noqa: E402
 from penstock.tensor.cuda import Uploads  # noqa: E402
 from tests.support.libcuda import has_device, open_device  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None and not has_device(), reason="needs a CUDA device")
 
+CYCLES = 200_000_000  # of torch.cuda._sleep: about 0.1 s of a stream's time
 PIXELS = np.arange(3000, dtype=np.float32).reshape(100, 30)
 
 
@@ -30,7 +32,7 @@ def encoder_of(uploads: Uploads | None) -> ImageEncoder:
     text = SimpleNamespace(hidden_size=8)
     stock = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
     model: Any = SimpleNamespace(stock=stock, deepstack_layers=0, device=torch.device("cuda", 0), dtype=torch.float16)
-    return ImageEncoder(model, lambda handle: pytest.fail("opened"), uploads)
+    return ImageEncoder(model, lambda handle: pytest.fail("opened"), DeviceInputs(uploads))
 
 
 def test_image_is_copied_from_the_store_to_the_device_without_a_host_copy() -> None:
@@ -66,3 +68,19 @@ def test_store_that_cannot_be_registered_is_no_source(monkeypatch: pytest.Monkey
     with device_of_tests(), Store(1 << 20) as store:
         monkeypatch.setattr(Uploads, "refusals", lambda uploads: ["no room for so many pinned pages"])
         assert image_encoder.register_store(store) is None
+
+
+def test_image_is_released_when_its_step_is_done_and_no_other_follows() -> None:
+    with device_of_tests(), Store(1 << 20) as store:
+        uploads = image_encoder.register_store(store)
+        assert uploads is not None
+        encoder = encoder_of(uploads)
+        with store.put({"pixels": PIXELS}) as lease:
+            torch.cuda._sleep(CYCLES)
+            on_device = encoder._upload(lease.value("torch")["pixels"])
+        out = torch.zeros((1, 2), dtype=torch.int32, device="cuda")
+        step = CudaPendingStep(out, np.zeros(1, np.intp), None, {}, (), encoder.release_copied)
+        assert store.pool.stats().blocks == 1, "the device has not copied the image"
+        step.result()
+        assert store.pool.stats().blocks == 0
+        assert (on_device.cpu().numpy() == PIXELS).all() and uploads.close()
