@@ -11,9 +11,10 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.engine.protocol.config import EngineConfig
+if TYPE_CHECKING:
+    from penstock.engine.protocol.config import EngineConfig
 
 # In a process of its own, as a driver that has been initialised keeps memory and descriptors.
 ASK_DRIVER = """
@@ -128,7 +129,7 @@ def _asked_of_driver() -> Devices:
 
 
 def worker_devices(config: EngineConfig) -> list[bytes]:
-    """Returns the uuids of the devices of this node's workers, for `DeviceScope`. Raises ValueError for an unknown one."""
+    """Returns the uuids of the devices of this node's workers, for `DeviceScope`. Raises ValueError if not known."""
     devices = cuda_devices()
     numbers = [devices.number_of(name) for name in config.device_names]
     uuids = [devices.uuids[number] for number in numbers if number is not None and number < len(devices.uuids)]

@@ -119,6 +119,11 @@ class ReceivedTensors:
         """Gives back tensors that the device has done with. Any thread may call it."""
         self._driver.in_flight.poll()
 
+    def close(self) -> None:
+        """Closes the pools of senders. Tensors that are viewed keep their memory."""
+        while self._tensors:
+            _close(self._tensors.popitem()[1])
+
     def _tensor(self, entry: Mapping[str, Any]) -> Any:
         decoded = msgspec.msgpack.decode(entry[ENTRY], type=DeviceEntry)
         if isinstance(decoded.ref, HostRef):
@@ -134,12 +139,16 @@ class ReceivedTensors:
             pool = CudaPool.attach(ticket, driver=self._driver)
             tensors = self._tensors[ticket] = CudaTensors(pool, None, driver=self._driver)
             if len(self._tensors) > MAX_POOLS:
-                _, oldest = self._tensors.popitem(last=False)
-                assert oldest.pool is not None, "receivers have no tensors without a pool"
-                oldest.pool.close()
+                _close(self._tensors.popitem(last=False)[1])
         self._tensors.move_to_end(ticket)
         return tensors
 
 
 def _is_entry(entry: Any) -> bool:
     return isinstance(entry, Mapping) and entry.keys() == {ENTRY}
+
+
+def _close(tensors: CudaTensors) -> None:
+    assert tensors.pool is not None, "receivers have no tensors without a pool"
+    tensors.close()
+    tensors.pool.close()

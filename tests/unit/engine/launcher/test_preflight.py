@@ -347,6 +347,15 @@ def test_unreachable_devices_are_used_where_the_user_knows(model: Path, monkeypa
     require_startable(with_model_defaults(EngineConfig(model=str(model), device="cuda", tensor_parallel_size=2)))
 
 
+def test_devices_of_workers_are_known_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_devices, "cuda_devices", lambda: Devices(2, "because", UUIDS))
+    config = EngineConfig(model="m", device="cuda", devices="1,GPU-00112233", tensor_parallel_size=2)
+    assert cuda_devices.worker_devices(config) == [bytes.fromhex(UUIDS[1]), bytes.fromhex(UUIDS[0])]
+    for options in ({"device": "cuda:2"}, {}, {"device": "cuda", "devices": "GPU-99112233"}):
+        with pytest.raises(ValueError, match="expected CUDA devices of workers"):
+            cuda_devices.worker_devices(EngineConfig(model="m", **options))
+
+
 def test_triton_that_is_too_old_for_the_kernels_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(1, ""))
     monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
