@@ -32,6 +32,7 @@ DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
 ENCODER_MODES = ("weights", "data", "store")  # the first two are vLLM's
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
 DEVICE_NAME = re.compile(r"\d+|GPU-[0-9a-fA-F-]{8,36}")  # of `--devices`: a number, or the UUID as nvidia-smi prints it
+TRANSPORTS = "auto", "store", "inline", "device"
 MAX_LANES = 64  # of an inbox; native/layout.h
 MAX_MODEL_LEN = 4096
 MAX_INT = (1 << 31) - 1
@@ -266,12 +267,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Take embeddings instead of text in completions, as safetensors or npy in base64"""
     tensor_transport: Annotated[
         str,
-        Option(
-            "multimodal",
-            choices=("auto", "store", "inline", "device"),
-            metavar="WAY",
-            if_absent=f"{TENSOR_TRANSPORT.name}, or auto",
-        ),
+        Option("multimodal", choices=TRANSPORTS, metavar="WAY", if_absent=f"{TENSOR_TRANSPORT.name}, or auto"),
     ] = "auto"
     """How media and prompt embeddings travel: store, inline (in messages), auto (in the store if there is one, and
     inline where it has no room), or device (as auto; by a program's `DeviceScope`, from a device)"""

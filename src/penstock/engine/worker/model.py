@@ -197,11 +197,11 @@ def load(
     shared: SharedWeights | None = None,
     *,
     has_head: bool = True,
-    memory_utilization: float = 1.0,
+    utilization: float = 1.0,
 ) -> LoadedModel:
     """Loads this rank's shard of a model, and of its adapters. `dtype`: "auto" for that of config.json. `shared`:
     weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden states as `logits`; the
-    files need no weights of the head. `memory_utilization`: of a CUDA device.
+    files need no weights of the head. `utilization`: of the memory of a CUDA device.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks, or a device has no room.
     """
@@ -226,7 +226,7 @@ def load(
     if device.type == "cpu":
         load_on_cpu(stock, path, slices, device, shared)
     else:
-        require_memory(stock, ranks, device, memory_utilization)
+        require_memory(stock, ranks, device, utilization)
         weight_loader.load(stock, path, slices, device)
     event("weights are loaded", DEBUG)
     replace_patch_convolutions(stock)

@@ -121,9 +121,8 @@ class ModelRunner:
         parts = files.fingerprint.digest, files.weights_identity, dtype, self._ranks.rank, self._ranks.size, has_head
         shared = SharedWeights.open(weight_file, *parts, check=files.require_unchanged)
         self._model = models.load(
-            Path(path), self._ranks, where, dtype, adapters, shared,
-            has_head=has_head, memory_utilization=memory_utilization,
-        )  # fmt: skip
+            Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, utilization=memory_utilization
+        )
         files.require_unchanged()
         self.model = files.fingerprint.word
         self.vocabulary: int = self._model.vocab_size

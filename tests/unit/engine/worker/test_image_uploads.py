@@ -113,5 +113,7 @@ def test_tensor_of_a_device_is_encoded_without_a_copy_of_the_host(monkeypatch: p
             encoder.encode(handle, 100)
         assert raised.value.why == FinishReason.MISSING
         encoder.release_copied()
+        assert inputs.received is not None and inputs.uploads is not None
+        inputs.received.close()
         eventually(pool.close)
-        assert inputs.uploads is not None and inputs.uploads.close()
+        assert inputs.uploads.close()

@@ -71,7 +71,7 @@ class DeviceState:
 
     @staticmethod
     def nbytes(slots: int, max_blocks: int, block_size: int, vocabulary: int) -> int:
-        per_slot = max_blocks * (block_size + 1) + vocabulary + int(kernels.PARAMS_SIZE.value) + 2 * FIELDS + 3
+        per_slot: int = max_blocks * (block_size + 1) + vocabulary + int(kernels.PARAMS_SIZE.value) + 2 * FIELDS + 3
         return 4 * slots * per_slot
 
     def compile(self) -> None:
@@ -95,7 +95,8 @@ class DeviceState:
         writes = [write for joined in self._joined.values() for write in joined]
         slots = self.rows.shape[0]
         numbers = sum(write.data.size for write in writes) + self.table.numel() + 3 * slots
-        return 4 * (numbers + FIELDS * (len(writes) + 3 * slots))
+        nbytes: int = 4 * (numbers + FIELDS * (len(writes) + 3 * slots))
+        return nbytes
 
     def follow(self, step: Step) -> None:
         """Forgets blocks that the step replaces."""
