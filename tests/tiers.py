@@ -51,6 +51,7 @@ CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_cha
 MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration: requests, while processes are killed
 KEPT_KV_ROUNDS          = choose(1,       33,      300)        # test_kept_kv: of 30 requests, kept and not kept
 FORK_DEATHS             = choose(8,       1_000,   10_000)     # test_fork_server_deaths: of processes, and the server
+DEVICE_DEATHS           = choose(30,      1_000,   10_000)     # test_device_memory_deaths: of either end
 KEPT_KV_CUTS            = choose(8,       64,      64)         # test_kept_kv: places at which an answer is cut
 BLAME_SIGNALS           = choose(3,       200,     2_000)      # test_blame_campaign: SIGSEGV and SIGABRT from outside
 BLAME_POISONS           = choose(1,       9,       200)        # test_blame_campaign: requests that make an engine fail

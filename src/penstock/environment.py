@@ -66,7 +66,10 @@ NODE_SECRET = _text(
     "Secret by which the nodes of one server recognize each other, the same on all of them",
 )
 TENSOR_TRANSPORT = _text(
-    "PENSTOCK_TENSOR_TRANSPORT", "auto, store or inline", "auto", "Default of `penstock serve --tensor-transport`"
+    "PENSTOCK_TENSOR_TRANSPORT",
+    "auto, store, inline or device",
+    "auto",
+    "Default of `penstock serve --tensor-transport`",
 )
 ALLOW_RUNTIME_LORA = _switch(
     "PENSTOCK_ALLOW_RUNTIME_LORA_UPDATING",

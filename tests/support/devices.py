@@ -69,8 +69,9 @@ class DeviceArray(np.ndarray[Any, Any]):
 class FakeDriver:
     as_: As = "numpy"
 
-    def __init__(self, number: int = 0, memory_nbytes: int = 1 << 30) -> None:
+    def __init__(self, number: int = 0, memory_nbytes: int = 1 << 30, peers: tuple[int, ...] = ()) -> None:
         self.uuid = bytes([number]) * 16
+        self.readers = frozenset(bytes([peer]) * 16 for peer in (number, *peers))
         self.memory_nbytes = memory_nbytes
         self.in_flight = DeferredReleases()
         self.current = Stream()
@@ -110,6 +111,9 @@ class FakeDriver:
     def export(self, address: int) -> bytes:
         fd = self.allocated[address]
         return HANDLE.pack(os.getpid(), fd, os.fstat(fd).st_ino)
+
+    def can_map(self, device: bytes, handle: bytes) -> bool:
+        return device in self.readers
 
     def open(self, handle: bytes, nbytes: int) -> int:
         if len(handle) != HANDLE.size:
@@ -190,6 +194,9 @@ class FakeDriver:
             return array
         bare = type("Bare", (), {"__array_interface__": dict(array.__array_interface__)})()
         return np.asarray(bare)
+
+    def fetch(self, to: Any, address: int) -> None:
+        self.current.put(lambda: ctypes.memmove(to.ctypes.data, address, to.nbytes))
 
     # ── host memory ──
     def register(self, address: int, nbytes: int) -> None:

@@ -1,6 +1,6 @@
 /* A CUDA driver without a device. tests/support/libcuda.py compiles and loads it as libcuda.so.1, for cuda-bindings.
 
-Two devices. Memory is a memfd, and a handle opens it in another process. A stream keeps its work in a queue and does as
+Two devices. Memory is a memfd, which a handle or a descriptor opens in another process. A stream keeps its work in a queue and does as
 much as is due when a call asks about the stream or adds to it. The clock of the streams moves by TICK when a question
 is answered with "not ready", and in a call that waits: no test depends on real time.
 
@@ -93,13 +93,15 @@ static int device_of_context(void) { return (int)((int *)current[depth - 1] - co
         return end(INVALID_CONTEXT)
 
 /* ── memory ── */
-enum { FREE, OWN, OPENED, ADOPTED }; /* ADOPTED: of torch's allocator, which this library does not manage */
+/* ADOPTED: of torch's allocator, which this library does not manage. RESERVED: addresses without memory. */
+enum { FREE, OWN, OPENED, ADOPTED, RESERVED };
 static struct Range {
     Address address;
     size_t nbytes;
     int kind, fd, device, opens;
     ino_t inode;
-    uint64_t serial; /* of this use of the entry */
+    uint64_t serial;  /* of this use of the entry */
+    unsigned readers; /* of memory of cuMemMap: a bit for each device with access */
 } ranges[RANGES];
 static int range_end; /* behind the last entry in use */
 static uint64_t serials;
@@ -145,10 +147,20 @@ static void unmap(struct Range *range) {
     range->kind = FREE;
 }
 
+/* ── memory behind descriptors ── */
+enum { MEMORIES = 256, GRANULARITY = 2 << 20 };
+static struct Memory {
+    int fd, device, is_own, references; /* references: the handle, and each mapping */
+    size_t nbytes;
+} memories[MEMORIES];
+
 static size_t used(int device) {
     size_t nbytes = 0;
+    for (int i = 0; i < MEMORIES; i++)
+        if (memories[i].references && memories[i].is_own && memories[i].device == device)
+            nbytes += memories[i].nbytes;
     for (int i = 0; i < range_end; i++)
-        if (ranges[i].kind == OWN && ranges[i].device == device)
+        if (ranges[i].kind == OWN && !ranges[i].readers && ranges[i].device == device)
             nbytes += ranges[i].nbytes;
     return nbytes;
 }
@@ -173,7 +185,7 @@ Result cuMemAlloc_v2(Address *address, size_t nbytes) {
 Result cuMemFree_v2(Address address) {
     BEGIN_IN_CONTEXT;
     struct Range *range = range_at(address, 1);
-    if (!range || range->address != address || range->kind != OWN)
+    if (!range || range->address != address || range->kind != OWN || range->opens < 1)
         return end(INVALID_VALUE);
     if (flock(range->fd, LOCK_EX | LOCK_NB)) /* a process that has it open holds a shared lock, until it ends */
         fault("memory was freed that another process has open");
@@ -198,13 +210,180 @@ Result cuMemGetAddressRange_v2(Address *first, size_t *nbytes, Address address) 
     return end(OK);
 }
 
+/* Declared as cuda.h has them: cuda-bindings passes structs by address. */
+typedef struct { int type, id; } Location;
+typedef struct { int type, handle_types; Location location; void *windows; unsigned char flags[8]; } Properties;
+typedef struct { Location location; int flags; } Access;
+enum { PINNED = 1, DEVICE = 1, DESCRIPTOR = 1, READ_WRITE = 3 };
+
+static struct Memory *memory_of(uint64_t handle) {
+    return handle && handle <= MEMORIES && memories[handle - 1].references ? &memories[handle - 1] : NULL;
+}
+
+static uint64_t new_memory(int fd, int device, int is_own, size_t nbytes) {
+    for (int i = 0; i < MEMORIES; i++)
+        if (!memories[i].references) {
+            memories[i] = (struct Memory){fd, device, is_own, 1, nbytes};
+            return (uint64_t)i + 1;
+        }
+    close(fd);
+    return 0;
+}
+
+static void forget_memory(struct Memory *memory) {
+    if (!--memory->references)
+        close(memory->fd);
+}
+
+Result cuDeviceGetAttribute(int *value, int attribute, int device) {
+    BEGIN;
+    (void)device;
+    *value = attribute == 102 || attribute == 103; /* memory behind descriptors */
+    return end(OK);
+}
+
+Result cuMemGetAllocationGranularity(size_t *granularity, const Properties *properties, int option) {
+    BEGIN;
+    (void)option;
+    *granularity = GRANULARITY;
+    return end(properties->location.id < DEVICES ? OK : INVALID_DEVICE);
+}
+
+Result cuMemCreate(uint64_t *handle, size_t nbytes, const Properties *properties, uint64_t flags) {
+    (void)flags;
+    BEGIN_IN_CONTEXT;
+    int device = properties->location.id;
+    if (!nbytes || nbytes % GRANULARITY || properties->type != PINNED ||
+        properties->location.type != DEVICE || properties->handle_types != DESCRIPTOR || device >= DEVICES)
+        return end(INVALID_VALUE);
+    if (nbytes > memory_nbytes - used(device))
+        return end(OUT_OF_MEMORY);
+    char name[32];
+    snprintf(name, sizeof name, "penstock-device-%d", device);
+    int fd = memfd_create(name, MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)nbytes))
+        return end(OUT_OF_MEMORY);
+    return end((*handle = new_memory(fd, device, 1, nbytes)) ? OK : OUT_OF_MEMORY);
+}
+
+Result cuMemRelease(uint64_t handle) {
+    BEGIN_IN_CONTEXT;
+    struct Memory *memory = memory_of(handle);
+    if (!memory)
+        return end(INVALID_VALUE);
+    forget_memory(memory);
+    return end(OK);
+}
+
+Result cuMemExportToShareableHandle(int *fd, uint64_t handle, int kind, uint64_t flags) {
+    (void)flags;
+    BEGIN_IN_CONTEXT;
+    struct Memory *memory = memory_of(handle);
+    if (!memory || kind != DESCRIPTOR)
+        return end(INVALID_VALUE);
+    *fd = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0);
+    return end(*fd < 0 ? OUT_OF_MEMORY : OK);
+}
+
+Result cuMemImportFromShareableHandle(uint64_t *handle, void *shareable, int kind) {
+    BEGIN_IN_CONTEXT;
+    char path[64], target[64] = "";
+    int device;
+    struct stat status;
+    snprintf(path, sizeof path, "/proc/self/fd/%d", (int)(intptr_t)shareable);
+    if (kind != DESCRIPTOR || readlink(path, target, sizeof target - 1) < 0 ||
+        sscanf(target, "/memfd:penstock-device-%d", &device) != 1)
+        return end(INVALID_VALUE);
+    int fd = fcntl((int)(intptr_t)shareable, F_DUPFD_CLOEXEC, 0);
+    if (fd < 0 || fstat(fd, &status))
+        return end(OUT_OF_MEMORY);
+    return end((*handle = new_memory(fd, device, 0, (size_t)status.st_size)) ? OK : OUT_OF_MEMORY);
+}
+
+Result cuMemAddressReserve(Address *address, size_t nbytes, size_t alignment, Address wish, uint64_t flags) {
+    (void)alignment, (void)wish, (void)flags;
+    BEGIN_IN_CONTEXT;
+    void *reserved = mmap(NULL, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (nbytes % GRANULARITY || reserved == MAP_FAILED || !new_range((Address)reserved, nbytes, RESERVED))
+        return end(OUT_OF_MEMORY);
+    *address = (Address)reserved;
+    return end(OK);
+}
+
+static struct Range *whole_range(Address address, size_t nbytes) {
+    struct Range *range = range_at(address, nbytes);
+    return range && range->address == address && range->nbytes == nbytes ? range : NULL;
+}
+
+Result cuMemAddressFree(Address address, size_t nbytes) {
+    BEGIN_IN_CONTEXT;
+    struct Range *range = whole_range(address, nbytes);
+    if (!range || range->kind != RESERVED)
+        return end(INVALID_VALUE);
+    munmap((void *)address, nbytes);
+    range->kind = FREE;
+    return end(OK);
+}
+
+Result cuMemMap(Address address, size_t nbytes, size_t offset, uint64_t handle, uint64_t flags) {
+    (void)flags;
+    BEGIN_IN_CONTEXT;
+    struct Range *range = whole_range(address, nbytes);
+    struct Memory *memory = memory_of(handle);
+    if (!range || range->kind != RESERVED || !memory || offset || nbytes > memory->nbytes)
+        return end(INVALID_VALUE);
+    memory->references++;
+    range->kind = memory->is_own ? OWN : OPENED;
+    range->device = memory->device;
+    range->fd = (int)(memory - memories);
+    range->opens = 0; /* not to be freed or closed as memory of cuMemAlloc is */
+    range->readers = 1u << DEVICES; /* no device, and not memory of cuMemAlloc */
+    range->serial = ++serials;
+    return end(OK);
+}
+
+Result cuMemSetAccess(Address address, size_t nbytes, const Access *access, size_t count) {
+    BEGIN_IN_CONTEXT;
+    struct Range *range = whole_range(address, nbytes);
+    if (!range || !range->readers)
+        return end(INVALID_VALUE);
+    for (size_t i = 0; i < count; i++) {
+        int device = access[i].location.id;
+        if (device >= DEVICES || access[i].location.type != DEVICE || access[i].flags != READ_WRITE ||
+            !can_reach[device][range->device])
+            return end(INVALID_DEVICE);
+        range->readers |= 1u << device;
+    }
+    int fd = memories[range->fd].fd;
+    void *mapped = mmap((void *)address, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+    return end(mapped == MAP_FAILED ? OUT_OF_MEMORY : OK);
+}
+
+Result cuMemUnmap(Address address, size_t nbytes) {
+    BEGIN_IN_CONTEXT;
+    struct Range *range = whole_range(address, nbytes);
+    if (!range || !range->readers)
+        return end(INVALID_VALUE);
+    mmap((void *)address, nbytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    forget_memory(&memories[range->fd]);
+    range->kind = RESERVED;
+    range->readers = 0;
+    range->fd = -1;
+    return end(OK);
+}
+
+/* Whether a device may touch memory. Memory of cuMemAlloc is a matter of its handle. */
+static int is_accessible(const struct Range *range, int device) {
+    return !range->readers || (range->readers & 1u << device);
+}
+
 /* ── handles ── */
 typedef struct { uint64_t pid, fd, inode, device, reserved[4]; } Handle; /* 64 bytes, as CUipcMemHandle */
 
 Result cuIpcGetMemHandle(Handle *handle, Address address) {
     BEGIN_IN_CONTEXT;
     struct Range *range = range_at(address, 1);
-    if (!range || range->kind != OWN)
+    if (!range || range->kind != OWN || range->opens < 1)
         return end(INVALID_VALUE);
     *handle = (Handle){(uint64_t)getpid(), (uint64_t)range->fd, range->inode, (uint64_t)range->device, {0}};
     return end(OK);
@@ -220,7 +399,7 @@ Result cuIpcOpenMemHandle_v2(Address *address, Handle handle, unsigned flags) {
     if (handle.device != (uint64_t)device && !((flags & 1) && can_reach[device][handle.device]))
         return end(PEER_ACCESS_UNSUPPORTED);
     for (int i = 0; i < range_end; i++)
-        if (ranges[i].kind == OPENED && ranges[i].inode == handle.inode) { /* one mapping, which is counted */
+        if (ranges[i].kind == OPENED && ranges[i].opens && ranges[i].inode == handle.inode) { /* one mapping, which is counted */
             ranges[i].opens++;
             *address = ranges[i].address;
             return end(OK);
@@ -245,7 +424,7 @@ Result cuIpcOpenMemHandle_v2(Address *address, Handle handle, unsigned flags) {
 Result cuIpcCloseMemHandle(Address address) {
     BEGIN_IN_CONTEXT;
     struct Range *range = range_at(address, 1);
-    if (!range || range->address != address || range->kind != OPENED)
+    if (!range || range->address != address || range->kind != OPENED || range->opens < 1)
         return end(INVALID_VALUE);
     if (!--range->opens)
         unmap(range);
@@ -299,13 +478,15 @@ Result cuMemHostUnregister(char *address) {
 }
 
 /* ── streams ── */
-enum Kind { COPY_UP, COPY_BACK, CALL, SLEEP, WAIT };
+enum Kind { COPY_UP, COPY_BACK, COPY_ACROSS, CALL, SLEEP, WAIT };
 typedef struct Event { struct Stream *stream; uint64_t position; } Event;
 typedef struct Work {
     enum Kind kind;
     struct Work *next;
     Address device_address;
     uint64_t serial; /* of the range of device_address */
+    Address source; /* of COPY_ACROSS */
+    uint64_t source_serial;
     int is_adopted;
     char *host, *snapshot; /* snapshot: of pageable memory, which is read when the call is made */
     uint64_t amount;       /* bytes, or cycles */
@@ -330,6 +511,12 @@ static void copy(Work *work) {
         /* torch's allocator gives memory back in the order of its stream: no tensor has the result. */
         if (!work->is_adopted)
             fault("memory of the device was freed before its copy was done");
+    } else if (work->kind == COPY_ACROSS) {
+        struct Range *source = range_at(work->source, work->amount);
+        if (!source || source->serial != work->source_serial)
+            fault("memory of another device was closed before its copy was done");
+        else
+            memcpy((void *)work->device_address, (void *)work->source, work->amount);
     } else if (!work->snapshot && !is_registered(work->host, work->amount))
         fault("host memory was unregistered before its copy was done");
     else if (work->kind == COPY_UP)
@@ -358,7 +545,7 @@ static void catch_up(Stream *stream) {
             work->function(work->argument);
             pthread_mutex_lock(&mutex);
             stream->is_running = 0;
-        } else if (work->kind == COPY_UP || work->kind == COPY_BACK)
+        } else if (work->kind <= COPY_ACROSS)
             copy(work);
         stream->done++;
         free(work->snapshot);
@@ -437,6 +624,19 @@ Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t nbytes, void *s
 Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t nbytes, void *stream) {
     BEGIN_IN_CONTEXT;
     return end(add_copy(COPY_BACK, from, to, nbytes, stream));
+}
+
+Result cuMemcpyDtoDAsync_v2(Address to, Address from, size_t nbytes, void *stream) {
+    BEGIN_IN_CONTEXT;
+    struct Range *target = range_at(to, nbytes), *source = range_at(from, nbytes);
+    if (!target || !source || source->kind == RESERVED)
+        return end(INVALID_VALUE);
+    if (!is_accessible(source, device_of_context()) || !is_accessible(target, device_of_context()))
+        return end(ILLEGAL_ADDRESS);
+    return end(add(stream, (Work){
+        .kind = COPY_ACROSS, .device_address = to, .serial = target->serial, .is_adopted = target->kind == ADOPTED,
+        .source = from, .source_serial = source->serial, .amount = nbytes,
+    }));
 }
 
 Result cuLaunchHostFunc(void *stream, HostFunction function, void *argument) {
@@ -607,23 +807,27 @@ void double_memory(size_t nbytes) { memory_nbytes = nbytes; }
 
 void double_reach(int device, int peer, int can) { can_reach[device][peer] = can; }
 
-/* What this process holds: allocations, opened handles, registered ranges, contexts of this thread. */
+/* What this process holds: allocations, opened handles, registered ranges, contexts of this thread, addresses without
+ * memory, memory behind descriptors. */
 int double_held(int what) {
+    static const int kinds[] = {OWN, OPENED, FREE, FREE, RESERVED, FREE};
     int count = 0;
     pthread_mutex_lock(&mutex);
     for (int i = 0; i < range_end; i++)
-        count += what < 2 && ranges[i].kind == (what ? OPENED : OWN);
+        count += kinds[what] && ranges[i].kind == kinds[what];
+    for (int i = 0; i < MEMORIES; i++)
+        count += what == 5 && memories[i].references;
     for (int i = 0; i < REGISTERED; i++)
         count += what == 2 && registered[i].nbytes;
     pthread_mutex_unlock(&mutex);
     return what == 3 ? depth : count;
 }
 
-/* FREE, OWN, OPENED or ADOPTED */
-int double_kind(Address address, size_t nbytes) {
+/* FREE, OWN, OPENED, ADOPTED or RESERVED. Memory without access for a device counts as RESERVED. */
+int double_kind(Address address, size_t nbytes, int device) {
     pthread_mutex_lock(&mutex);
     struct Range *range = range_at(address, nbytes);
-    return end(range ? range->kind : FREE);
+    return end(!range ? FREE : is_accessible(range, device) ? range->kind : RESERVED);
 }
 
 int double_is_registered(char *address, size_t nbytes) {
@@ -685,6 +889,9 @@ static const struct { const char *name; void *function; } table[] = {
     ENTRY(cuDevicePrimaryCtxGetState), ENTRY_V2(cuCtxPushCurrent), ENTRY_V2(cuCtxPopCurrent), ENTRY_V2(cuMemAlloc),
     ENTRY_V2(cuMemFree), ENTRY_V2(cuMemGetInfo), ENTRY_V2(cuMemGetAddressRange), ENTRY(cuIpcGetMemHandle),
     ENTRY_V2(cuIpcOpenMemHandle), ENTRY(cuIpcCloseMemHandle), ENTRY_V2(cuMemHostRegister), ENTRY(cuMemHostUnregister),
+    ENTRY(cuDeviceGetAttribute), ENTRY(cuMemGetAllocationGranularity), ENTRY(cuMemCreate), ENTRY(cuMemRelease),
+    ENTRY(cuMemExportToShareableHandle), ENTRY(cuMemImportFromShareableHandle), ENTRY(cuMemAddressReserve),
+    ENTRY(cuMemAddressFree), ENTRY(cuMemMap), ENTRY(cuMemUnmap), ENTRY(cuMemSetAccess), ENTRY_V2(cuMemcpyDtoDAsync),
     ENTRY_V2(cuMemcpyHtoDAsync), ENTRY_V2(cuMemcpyDtoHAsync), ENTRY(cuLaunchHostFunc), ENTRY(cuStreamCreate),
     ENTRY(cuStreamQuery), ENTRY(cuStreamSynchronize), ENTRY(cuStreamWaitEvent), ENTRY(cuEventCreate),
     ENTRY(cuEventRecord), ENTRY(cuEventQuery), ENTRY(cuEventSynchronize), ENTRY_V2(cuEventDestroy),

@@ -37,7 +37,14 @@ from tests.support.cuda_double import CudaDouble, OnDevice, is_view, poison, rep
 OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700  # CUresult
 NOT_READY = 600
 OWN, OPENED = 1, 2  # kinds of memory
-HELD = ("allocations", "opened handles", "registered ranges", "contexts of this thread")
+HELD = (
+    "allocations",
+    "opened handles",
+    "registered ranges",
+    "contexts of this thread",
+    "reserved addresses",
+    "memory behind descriptors",
+)
 
 _work: dict[int, Callable[[], object]] = {}  # of streams, by the argument of cuLaunchHostFunc
 _numbers = itertools.count(1)
@@ -55,8 +62,9 @@ class DriverLibrary:
         library.double_fault.restype = ctypes.c_char_p
         library.double_calls.restype = ctypes.c_long
         library.double_fail.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int]
-        for name in ("double_kind", "double_is_registered", "double_adopt"):
+        for name in ("double_is_registered", "double_adopt"):
             getattr(library, name).argtypes = [ctypes.c_uint64, ctypes.c_size_t]
+        library.double_kind.argtypes = [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int]
         library.double_forget.argtypes = [ctypes.c_uint64]
         library.double_memory.argtypes = [ctypes.c_size_t]
         library.double_sleep.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
@@ -85,6 +93,11 @@ class DriverLibrary:
         """Each call returns an error, until `fail_no_more`."""
         self.library.double_lose(result)
 
+    def part(self, device: int, peer: int) -> None:
+        """Two devices can no longer reach each other."""
+        self.library.double_reach(device, peer, 0)
+        self.library.double_reach(peer, device, 0)
+
     def limit_memory(self, nbytes: int) -> None:
         self.library.double_memory(nbytes)
 
@@ -103,8 +116,9 @@ class DriverLibrary:
         return bool(self.library.double_is_idle(stream.cuda_stream))
 
     def is_exported(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory of cuMemAlloc, here or in another process."""
-        return self.library.double_kind(tensor.untyped_storage().data_ptr(), 1) in (OWN, OPENED)
+        """Whether a tensor lies in memory that the driver manages, allocated here or in another process."""
+        device = DriverDouble.current.device.index
+        return self.library.double_kind(tensor.untyped_storage().data_ptr(), 1, device) in (OWN, OPENED)
 
     def held(self) -> dict[str, int]:
         """Returns how much this process holds, without kinds of which it holds none."""
@@ -229,7 +243,7 @@ class DriverDouble(CudaDouble):
         """Returns a tensor of memory that another library has allocated."""
         interface = data.__cuda_array_interface__
         address, (nbytes,) = interface["data"][0], interface["shape"]
-        if self.driver.library.double_kind(address, nbytes) not in (OWN, OPENED):
+        if self.driver.library.double_kind(address, nbytes, self.device.index) not in (OWN, OPENED):
             raise RuntimeError(f"CUDA error: {nbytes} bytes at {address:#x} are no memory of a device")
         memory = (ctypes.c_char * nbytes).from_address(address)
         memory.holder = data  # type: ignore[attr-defined]

@@ -7,16 +7,18 @@ import itertools
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.engine import _native
 from penstock.engine.cluster.rendezvous import Rendezvous
+from penstock.engine.protocol.messages import SamplingParams
+from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.model_runner import ModelRunner
 from penstock.engine.worker.tensor_parallel import TPGroup
 from tests.conftest import spawn
@@ -25,11 +27,25 @@ from tests.support.models import BLOCK_SIZE, COUNT, Asked, Family, Told, ask, de
 WITHIN = 300.0  # seconds; a test ends before, unless its time is longer
 
 
-def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some: slice, *, device: str = "cpu") -> None:
+class Work(NamedTuple):
+    """What ranks do. `shortages`: bytes that a rank may allocate in a step, by the numbers of rank and step."""
+
+    tokens: int = COUNT
+    params: tuple[SamplingParams, ...] = ()
+    encoder_mode: str = "weights"
+    shortages: Mapping[int, Mapping[int, int]] = {}
+
+
+WHOLE = Work()
+
+
+def ranks_must_answer(
+    size: int, families: Sequence[Family], folder: Path, some: slice, *, device: str = "cpu", work: Work = WHOLE
+) -> None:
     """As transformers did, each of them, to some of the requests: they wait for each other, which takes its time.
     `device`: "cuda" is a double, which all ranks share."""
     expected = [{"answers": of.answers[some], "failed": []} for of in families]
-    for rank, result in enumerate(run_ranks(size, families, folder, some, device)):
+    for rank, result in enumerate(run_ranks(size, families, folder, some, device, work)):
         assert [result[str(of.path)] for of in families] == expected, f"rank {rank}"
 
 
@@ -39,42 +55,32 @@ def run_ranks(
     folder: Path,
     some: slice,
     device: str,
-    *,
-    tokens: int = COUNT,
-    short_at: Sequence[int] = (),
+    work: Work = WHOLE,
 ) -> list[dict[str, dict[str, Any]]]:
-    """Returns what each rank has answered, and which requests failed, by the folder of the model. `short_at`: numbers
-    of the steps for which the last rank has no memory."""
-    work = {}
+    """Returns what each rank has answered, and which requests failed, by the folder of the model."""
+    inputs = {}
     for of in families:
         torch.save(of.images, of.path / "images.pt")
         requests = [
             (request.prompt, [(key.decode(), *place) for key, *place in request.inputs])
             for request in of.requests[some]
         ]
-        work[str(of.path)] = requests
-    (folder / "work").write_text(json.dumps(work))
+        inputs[str(of.path)] = requests
+    (folder / "work").write_text(json.dumps(inputs))
     with contextlib.ExitStack() as stack:
-        arguments = (size, str(folder), device, tokens)
+        arguments = (size, str(folder), device, work)
         rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open()))
         ranks = [
-            stack.enter_context(
-                spawn(
-                    _one_of_them, rank, rendezvous.of_rank(rank), *arguments,
-                    short_at if rank == size - 1 else (), within=WITHIN,
-                )
-            )
+            stack.enter_context(spawn(_one_of_them, rank, rendezvous.of_rank(rank), *arguments, within=WITHIN))
             for rank in range(size)
-        ]  # fmt: skip
+        ]
         for process in ranks:
             process.join()
         assert [process.exitcode for process in ranks] == [0] * size
     return [json.loads((folder / str(rank)).read_text()) for rank in range(size)]
 
 
-def _one_of_them(
-    rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, tokens: int, short_at: Sequence[int]
-) -> None:
+def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, work: Work) -> None:
     """Answers, and writes down what."""
     with contextlib.ExitStack() as stack:
         if device != "cpu":
@@ -83,18 +89,18 @@ def _one_of_them(
 
             for context in (device_arithmetic(), fast_calls(), CudaDouble()):
                 stack.enter_context(context)
-        _answer(rank, rendezvous, size, folder, device, tokens, short_at)
+        _answer(rank, rendezvous, size, folder, device, work)
 
 
-def _answer(
-    rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, tokens: int, short_at: Sequence[int]
-) -> None:
+def _answer(rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, work: Work) -> None:
     torch.set_num_threads(1)
     ranks = TPGroup(rank, size, rendezvous, device if device == "cpu" else "cuda:0", "gloo")
     assert (ranks.memory is not None) == (device == "cpu"), "the ranks are on one machine"
     results = {}
     for path, raw in json.loads(Path(folder, "work").read_text()).items():
-        requests = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs], tokens) for prompt, inputs in raw]
+        requests = [
+            Asked(prompt, [(key.encode(), *place) for key, *place in inputs], work.tokens) for prompt, inputs in raw
+        ]
         ours = ModelRunner(
             path,
             slots=4,
@@ -105,28 +111,29 @@ def _answer(
             blocks=-(-longest(requests) // BLOCK_SIZE),
             open_handle=opener(torch.load(Path(path) / "images.pt")),
             threads=1,
+            encoder=EncoderOptions(work.encoder_mode),
         )
         if device != "cpu":
             assert ours._model._cuda_decoder is not None, "the layers are not computed by kernels"
-        if short_at:
-            _run_short(ours, short_at)
-        result = ask(ours, requests, budget=10)
+        if rank in work.shortages:
+            _run_short(ours, work.shortages[rank])
+        result = ask(ours, requests, budget=10, params=work.params)
         results[path] = {"answers": result.answers, "failed": sorted(result.failed)}
     Path(folder, str(rank)).write_text(json.dumps(results))
     ranks.close()
 
 
-def _run_short(runner: ModelRunner, short_at: Sequence[int]) -> None:
-    """The double of the device has no memory for the steps with these numbers."""
+def _run_short(runner: ModelRunner, shortages: Mapping[int, int]) -> None:
+    """The double of the device has so many bytes left for the steps with these numbers."""
     from tests.support.cuda_double import CudaDouble
 
     launch, numbers = runner.launch, itertools.count(1)
 
     def launch_with_less(*arguments: Any) -> Any:
-        double = CudaDouble.current
+        double, number = CudaDouble.current, next(numbers)
         total = double.total_nbytes
-        if next(numbers) in short_at:
-            double.total_nbytes = double.held_nbytes + 8192  # for the input of the step
+        if number in shortages:
+            double.total_nbytes = double.held_nbytes + shortages[number]
         try:
             return launch(*arguments)
         finally:

@@ -74,7 +74,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         model = EngineConfig(**engine_args.model_fields(options))
         has_tensors = options.enable_prompt_embeds or options.runner == "pooling" or takes_images(model)
         has_tensors = has_tensors or (options.runner == "auto" and is_pooling(model))
-        fields["store_nbytes"] = CACHE_NBYTES if has_tensors or transport == "store" else 0
+        fields["store_nbytes"] = CACHE_NBYTES if has_tensors or transport in ("store", "device") else 0
     return engine_args.engine_config(options, tensor_transport=transport, **fields)
 
 

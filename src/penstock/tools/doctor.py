@@ -297,9 +297,9 @@ def examine_torch() -> Iterator[Finding]:
         names = ", ".join(f"{name} ({in_units(nbytes)})" for name, nbytes in devices)
         yield Finding("ok", "cuda", f"{len(devices)} device{'' if len(devices) == 1 else 's'}: {names}")
         return
-    number, reason, _ = cuda_devices()
-    level = "ok" if number == 0 else "warning"
-    yield Finding(level, "cuda", f"torch finds no device: {reason}; models are computed with --device cpu")
+    driver = cuda_devices()
+    level = "ok" if driver.number == 0 else "warning"
+    yield Finding(level, "cuda", f"torch finds no device: {driver.reason}; models are computed with --device cpu")
 
 
 def _asked_of_torch() -> tuple[str, str | None, float, list[tuple[str, int]]]:

@@ -3,7 +3,10 @@
 import contextlib
 import ctypes
 import gc
+import itertools
+import os
 import textwrap
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +28,15 @@ from penstock.tensor.cuda import (
     Reference,
     Uploads,
     driver_of,
+    torch_driver,
 )
-from penstock.tensor.cuda.torch_driver import TorchDriver
+from penstock.tensor.cuda.torch_driver import LegacyHandle, TorchDriver
+from penstock.tensor.cuda.virtual_memory import DescriptorHandle, VirtualMemory, receive_descriptor
 from penstock.tensor.kinds import KINDS
 from tests.conftest import eventually
 
 # First: where torch or cuda-bindings is missing, this skips the rest.
-from tests.support.libcuda import DriverDouble, has_device, open_device
+from tests.support.libcuda import ILLEGAL_ADDRESS, DriverDouble, has_device, open_device
 from tests.support.processes import program
 
 # isort: split
@@ -43,14 +48,16 @@ on_two_devices = pytest.mark.skipif(IS_REAL and torch.cuda.device_count() < 2, r
 MIB = 1 << 20
 CYCLES = 200_000_000  # of torch.cuda._sleep: about 0.1 s of a stream's time
 
-# A consumer, which hears a reference and says what it sees; "used" and "total" are about the device's memory.
+# A consumer, which hears a reference and says what it sees. "apart": devices cannot reach each other.
 CONSUMER = """
 import msgspec, torch
 from penstock import Store
 from penstock.tensor.cuda import CudaPool, CudaTensors, Reference
-from tests.support.libcuda import use_device
+from tests.support.libcuda import DriverDouble, use_device
 
 use_device(int(sys.argv[3]))
+if "apart" in sys.argv:
+    DriverDouble.current.driver.part(0, 1)
 pool, host = CudaPool.attach(sys.argv[1], peer_name="consumer"), Store.attach(sys.argv[2])
 tensors = CudaTensors(pool, host)
 say(msgspec.json.encode(tensors.place).hex())
@@ -86,8 +93,18 @@ def new_pool(nbytes: int, **options: Any) -> Iterator[CudaPool]:
     eventually(pool.close)
 
 
-def consumer(source: str, pool: CudaPool, host: Store, device: int = 0) -> Any:
-    return program(CONSUMER + textwrap.dedent(source), pool.ticket, host.ticket, device, within=90)
+def consumer(source: str, pool: CudaPool, host: Store, device: int = 0, *words: str) -> Any:
+    return program(CONSUMER + textwrap.dedent(source), pool.ticket, host.ticket, device, *words, within=90)
+
+
+@pytest.fixture(params=["descriptor", "legacy"])
+def handles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The kind of handle by which other processes open the memory of this one."""
+    if request.param == "legacy":
+        monkeypatch.setattr(VirtualMemory, "is_supported", lambda *_: False)
+        torch_driver._driver.cache_clear()
+    yield request.param
+    torch_driver._driver.cache_clear()
 
 
 def place_of(text: str) -> Place:
@@ -135,7 +152,12 @@ class Result(int):
 def asking(cuda: Asked) -> TorchDriver:
     driver = object.__new__(TorchDriver)
     driver._cuda, driver._context, driver._device = cuda, "context", SimpleNamespace(index=0)
+    driver._virtual = None
     return driver
+
+
+def legacy(nbytes: int) -> bytes:
+    return msgspec.msgpack.encode(["legacy", bytes(nbytes)])
 
 
 def test_driver_calls_run_in_the_context_of_the_device() -> None:
@@ -152,11 +174,32 @@ def test_driver_calls_run_in_the_context_of_the_device() -> None:
 def test_ipc_handle_of_less_memory_than_announced_is_closed() -> None:
     cuda = Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 511))
     with pytest.raises(DeviceError, match="of 512 bytes, got 511"):
-        asking(cuda).open(bytes(64), 512)
+        asking(cuda).open(legacy(64), 512)
     assert cuda.calls[-2:] == ["cuIpcCloseMemHandle", "cuCtxPopCurrent"]
-    assert asking(Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 512))).open(bytes(64), 512) == 4096
-    with pytest.raises(DeviceError, match="64 bytes"):
-        asking(Asked()).open(b"short", 512)
+    whole = asking(Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 512)))
+    assert whole.open(legacy(64), 512) == 4096
+
+
+@pytest.mark.parametrize(
+    ("handle", "text"),
+    [
+        (legacy(5), "expected a handle of 64 bytes, got 5"),
+        (b"short", "expected the handle of device memory"),
+        (msgspec.msgpack.encode(DescriptorHandle("penstock-0", 4096)), "maps no memory behind descriptors"),
+    ],
+)
+def test_handle_that_cannot_be_opened_is_refused(handle: bytes, text: str) -> None:
+    with pytest.raises(DeviceError, match=text):
+        asking(Asked()).open(handle, 512)
+
+
+def test_descriptors_are_used_where_the_device_has_both_attributes() -> None:
+    names = ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED")
+    attributes = SimpleNamespace(**{f"CU_DEVICE_ATTRIBUTE_{name}": number for number, name in enumerate(names)})
+    cuda = SimpleNamespace(CUdevice_attribute=attributes)
+    for present in itertools.product((0, 1), repeat=2):
+        answers = iter(present)
+        assert VirtualMemory.is_supported(cuda, lambda *_, of=answers: (next(of),), 0) is all(present)
 
 
 def test_device_error_names_the_call_and_the_result() -> None:
@@ -165,8 +208,10 @@ def test_device_error_names_the_call_and_the_result() -> None:
 
 
 # ── one device ──
-def test_every_dtype_arrives_bit_by_bit_and_its_memory_is_opened_once() -> None:
+def test_every_dtype_arrives_bit_by_bit_and_its_memory_is_opened_once(handles: str) -> None:
     with new_pool(64 * MIB) as pool, Store(8 * MIB) as host:
+        kind = torch_driver.HANDLES.decode(pool.about.handle)
+        assert isinstance(kind, LegacyHandle if handles == "legacy" else DescriptorHandle)
         tensors = CudaTensors(pool, host)
         with consumer(
             """
@@ -253,28 +298,27 @@ def test_shared_tensor_is_the_same_memory_within_a_process() -> None:
         tensors.close()
 
 
+PRODUCER = """
+import msgspec, torch
+from penstock import Store
+from penstock.tensor.cuda import CudaPool, CudaTensors, Place
+from tests.support.libcuda import use_device
+
+use_device(0)
+pool = CudaPool.create(1 << 25)
+tensors = CudaTensors(pool, Store.attach(sys.argv[1]))
+say(pool.ticket)
+place = msgspec.json.decode(bytes.fromhex(hear()), type=Place)
+for value in (1, 2):
+    ref = tensors.put(torch.full((1 << 20,), value, dtype=torch.uint8, device="cuda"), [place])
+    say(msgspec.msgpack.encode(ref).hex())
+hear()
+"""
+
+
 def test_producer_death_with_mapped_memory_is_reported_and_harmless() -> None:
     with Store(MIB) as host:
-        with program(
-            """
-            import msgspec, torch
-            from penstock import Store
-            from penstock.tensor.cuda import CudaPool, CudaTensors, Place
-            from tests.support.libcuda import use_device
-
-            use_device(0)
-            pool = CudaPool.create(1 << 25)
-            tensors = CudaTensors(pool, Store.attach(sys.argv[1]))
-            say(pool.ticket)
-            place = msgspec.json.decode(bytes.fromhex(hear()), type=Place)
-            for value in (1, 2):
-                ref = tensors.put(torch.full((1 << 20,), value, dtype=torch.uint8, device="cuda"), [place])
-                say(msgspec.msgpack.encode(ref).hex())
-            hear()
-            """,
-            host.ticket,
-            within=90,
-        ) as producer:
+        with program(PRODUCER, host.ticket, within=90) as producer:
             pool = CudaPool.attach(producer.hear())
             tensors = CudaTensors(pool, host)
             producer.say(msgspec.json.encode(tensors.place).hex())
@@ -290,6 +334,80 @@ def test_producer_death_with_mapped_memory_is_reported_and_harmless() -> None:
             torch.zeros(1000, device="cuda").sum().item()  # our context is whole
         tensors.close()
         pool.close()
+
+
+def test_memory_of_a_dead_producer_is_closed_without_a_call(double: DriverDouble | None) -> None:
+    """A view is let go with work in flight, and the process does not touch the pool again."""
+    with Store(MIB) as host:
+        with program(PRODUCER, host.ticket, within=90) as producer:
+            pool = CudaPool.attach(producer.hear())
+            tensors = CudaTensors(pool, host)
+            producer.say(msgspec.json.encode(tensors.place).hex())
+            shared = tensors.view(msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference))
+            assert pool._mapped is not None
+            mapped = weakref.ref(pool._mapped)
+            torch.cuda._sleep(CYCLES // 20)
+            copy = shared.clone()
+            del shared
+            assert IS_REAL or mapped() is not None
+            producer.kill()
+            eventually(lambda: mapped() is None, within=20)
+            assert int(copy.sum().item()) == MIB
+            if double is not None:
+                assert "opened handles" not in double.driver.held()
+        tensors.close()
+        pool.close()
+
+
+def test_descriptor_is_sent_by_a_living_producer_alone() -> None:
+    pool = CudaPool.create(MIB)
+    handle = torch_driver.HANDLES.decode(pool.about.handle)
+    assert isinstance(handle, DescriptorHandle) and handle.nbytes >= MIB
+    os.close(receive_descriptor(handle.socket))
+    eventually(pool.close)
+    with pytest.raises(DeviceError, match="expected a producer that lives"):
+        receive_descriptor(handle.socket)
+
+
+CALLS = ("cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle")
+
+if not IS_REAL:  # a driver that fails when a test wants it
+
+    @pytest.mark.parametrize("call", CALLS)
+    def test_pool_that_cannot_be_created_holds_nothing(call: str, double: DriverDouble) -> None:
+        before = os.listdir("/proc/self/fd")
+        double.driver.fail(call, 1, ILLEGAL_ADDRESS)
+        with pytest.raises(DeviceError, match=call):
+            CudaPool.create(MIB)
+        double.driver.fail_no_more()
+        assert double.driver.held() == {} and len(os.listdir("/proc/self/fd")) == len(before)
+
+    def test_memory_that_cannot_be_mapped_is_not_held_and_opens_later() -> None:
+        calls = ("cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess")
+        with new_pool(8 * MIB) as pool, Store(MIB) as host:
+            tensors = CudaTensors(pool, host)
+            with consumer(
+                f"""
+                for call in {calls}:
+                    ref = msgspec.msgpack.decode(bytes.fromhex(hear()), type=Reference)
+                    DriverDouble.current.driver.fail(call, 1)
+                    try:
+                        tensors.view(ref)
+                    except penstock.tensor.cuda.DeviceError as error:
+                        DriverDouble.current.driver.fail_no_more()
+                        say(call in str(error), DriverDouble.current.driver.held())
+                say(received().sum().item())
+                """,
+                pool,
+                host,
+            ) as other:
+                place = place_of(other.hear())
+                for _ in calls:
+                    other.say(sent(tensors.put(torch.ones(1000, device="cuda"), [place])))
+                    assert other.hear() == "True {}"
+                other.say(sent(tensors.put(torch.ones(1000, device="cuda"), [place])))
+                assert other.hear() == "1000.0"
+            tensors.close()
 
 
 def test_consumer_killed_with_work_in_flight_returns_its_slices() -> None:
@@ -364,25 +482,42 @@ def test_driver_is_of_the_device_that_is_current_now() -> None:
         torch.cuda.set_device(0)
 
 
+OTHER_DEVICE = """
+for _ in range(3):
+    observed = received()
+    from cuda.bindings import driver
+    _, flags, is_active = driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(0)[1])
+    say(observed.device, int(observed.sum().item()), is_active, tensors.stats.fetched)
+    tensors.flush(5)
+hear()
+"""
+
+
 @on_two_devices
-def test_consumer_on_another_device_gets_host_memory_without_a_context() -> None:
+def test_consumer_on_another_device_copies_from_the_pool_without_a_context() -> None:
     with new_pool(64 * MIB, driver=driver_of(0)) as pool, Store(8 * MIB) as host:
         tensors = CudaTensors(pool, host)
-        with consumer(
-            """
-            seen = received()
-            from cuda.bindings import driver
-            _, flags, is_active = driver.cuDevicePrimaryCtxGetState(driver.cuDeviceGet(0)[1])
-            say(seen.device, int(seen.sum().item()), is_active)
-            hear()
-            """,
-            pool,
-            host,
-            device=1,
-        ) as other:
+        with consumer(OTHER_DEVICE, pool, host, 1) as other:
+            place = place_of(other.hear())
+            if place.slices is None:
+                pytest.skip("needs two devices that reach each other")
+            for number in range(3):
+                ref = tensors.put(torch.ones(MIB, dtype=torch.uint8, device="cuda:0"), [place])
+                assert isinstance(ref, CudaRef) and tensors.stats.peered == number + 1
+                other.say(sent(ref))
+                assert other.hear() == f"cuda:1 {MIB} 0 {number + 1}"
+                eventually(lambda: pool.stats().blocks == 0)  # while the view lives
+        tensors.close()
+
+
+@pytest.mark.skipif(IS_REAL, reason="needs two devices that a test can part: no device")
+def test_consumer_out_of_reach_gets_host_memory_without_a_context() -> None:
+    with new_pool(64 * MIB, driver=driver_of(0)) as pool, Store(8 * MIB) as host:
+        tensors = CudaTensors(pool, host)
+        with consumer(OTHER_DEVICE, pool, host, 1, "apart") as other:
             place = place_of(other.hear())
             ref = tensors.put(torch.ones(MIB, dtype=torch.uint8, device="cuda:0"), [place])
-            assert isinstance(ref, HostRef) and pool.stats().takes == 0
+            assert isinstance(ref, HostRef) and pool.stats().takes == 0 and tensors.stats.foreign == 1
             other.say(sent(ref))
-            assert other.hear() == f"cuda:1 {MIB} 0"
+            assert other.hear() == f"cuda:1 {MIB} 0 0"
         tensors.close()

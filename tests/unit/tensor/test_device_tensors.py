@@ -24,11 +24,11 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Ends:
-    """A producer and a consumer in one process, on the same device or on two."""
+    """A producer and a consumer in one process, on the same device or on two, which may reach each other."""
 
-    def __init__(self, *, nbytes: int = 64 * KIB, consumer_device: int = 0) -> None:
+    def __init__(self, *, nbytes: int = 64 * KIB, consumer_device: int = 0, peers: tuple[int, ...] = ()) -> None:
         self.device = FakeDriver()
-        self.other = self.device if consumer_device == 0 else FakeDriver(consumer_device)
+        self.other = self.device if consumer_device == 0 else FakeDriver(consumer_device, peers=peers)
         self.pool = CudaPool.create(nbytes, driver=self.device)
         self.host = Store(MB, name="host")
         self.producer = CudaTensors(self.pool, self.host, driver=self.device, inline_nbytes=64)
@@ -307,6 +307,38 @@ def test_receiver_on_another_device_gets_host_memory_and_no_slice() -> None:
     with pytest.raises(ForeignDevice):  # nor is a tensor of theirs put by us
         ends.producer.put(on_device(ends.other, source), [ends.producer.place])
     del view
+    ends.close()
+
+
+def test_receiver_on_a_device_within_reach_copies_the_slice() -> None:
+    ends = Ends(consumer_device=3, peers=(0,))
+    source = np.arange(5000, dtype=np.float32)
+    ref = ends.producer.put(on_device(ends.device, source), [ends.consumer.place, ends.producer.place])
+    assert isinstance(ref, CudaRef) and (ends.producer.stats.peered, ends.producer.stats.foreign) == (1, 0)
+    ends.other.current.stop()
+    view = ends.consumer.view(ref)
+    near = ends.producer.view(ref)
+    del near
+    assert ends.blocks() == (1, 0), "the copy has not begun"
+    ends.other.current.go_on()
+    ends.other.in_flight.poll()
+    assert ends.blocks() == (0, 0), "a copy holds no slice"
+    assert view.uuid == ends.other.uuid and (view == source).all()
+    assert (ends.consumer.stats.fetched, ends.producer.stats.fetched) == (1, 0)
+    made_there = ends.producer.empty(100, "uint8")
+    made_there[:] = 7
+    assert (ends.consumer.view(ends.producer.share(made_there, [ends.consumer.place])) == 7).all()
+    del made_there
+    ends.close()
+
+
+def test_reference_of_another_device_than_the_pools_is_refused() -> None:
+    ends = Ends()
+    ref = ends.producer.put(on_device(ends.device, np.zeros(5)), [ends.consumer.place])
+    assert isinstance(ref, CudaRef)
+    with pytest.raises(ForeignDevice, match="and the pool on"):
+        ends.consumer.view(msgspec.structs.replace(ref, device=b"x" * 16))
+    ends.consumer.drop(ref)
     ends.close()
 
 

@@ -11,7 +11,10 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from penstock.engine.protocol.config import EngineConfig
 
 # In a process of its own, as a driver that has been initialised keeps memory and descriptors.
 ASK_DRIVER = """
@@ -21,15 +24,21 @@ try:
 except OSError as error:
     print("absent" if "cannot open shared object file: No such file" in str(error) else error)
 else:
-    count = ctypes.c_int()
+    count, version, can = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    print(status, count.value)
-    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    print(status, count.value, version.value)
+    device, peer, uuid = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(16)
     for number in range(count.value):
-        ask = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+        ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
         if driver.cuDeviceGet(ctypes.byref(device), number) or ask(uuid, device):
             break
-        print(uuid.raw.hex())
+        apart = []
+        for other in range(count.value):
+            if other != number and not driver.cuDeviceGet(ctypes.byref(peer), other):
+                if not driver.cuDeviceCanAccessPeer(ctypes.byref(can), device, peer) and not can.value:
+                    apart.append(str(other))
+        print(uuid.raw.hex(), ",".join(apart) or "-")
 """
 PATIENCE = 20.0  # seconds; for the driver's answer
 NO_DEVICE, STUB_LIBRARY = 100, 34  # CUDA_ERROR_…: the two errors that mean no device
@@ -47,6 +56,15 @@ class Devices(NamedTuple):
     number: int | None  # None: not known
     reason: str
     uuids: tuple[str, ...] = ()  # as hexadecimal digits; empty: not known
+    cuda: tuple[int, int] | None = None  # the newest version of CUDA that the driver knows
+    apart: frozenset[tuple[int, int]] = frozenset()  # numbers of devices of which the first cannot reach the second
+
+    def number_of(self, name: str) -> int | None:
+        """Returns the number of a device by number or UUID; None: not known."""
+        if name.isdecimal():
+            return int(name)
+        matches = [number for number, uuid in enumerate(self.uuids) if uuid.startswith(uuid_digits(name))]
+        return matches[0] if len(matches) == 1 else None
 
 
 def uuid_digits(name: str) -> str:
@@ -85,15 +103,36 @@ def _asked_of_driver() -> Devices:
         return Devices(None, f"the driver could not be asked: {error}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     where = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
-    fields = done.stdout.split()
-    fields, uuids = fields[:2], tuple(fields[2:])
+    lines = [line.split() for line in done.stdout.splitlines()]
+    fields, devices = (lines[0], lines[1:]) if lines else ([], [])
     if fields == ["absent"]:
         return Devices(0, "there is no NVIDIA driver (libcuda.so.1)")
-    if done.returncode != 0 or len(fields) != 2 or not all(field.isdecimal() for field in fields):
+    if done.returncode != 0 or len(fields) != 3 or not all(field.isdecimal() for field in fields):
         return Devices(None, f"the driver: {done.stdout.strip() or f'exit status {done.returncode}'}")
-    status, count = map(int, fields)
+    status, count, version = map(int, fields)
     if status in (NO_DEVICE, STUB_LIBRARY):
         return Devices(0, f"the driver finds no device{where}")
     if status != 0:
         return Devices(None, f"the driver answers with error {status}")
-    return Devices(count, f"the driver finds {count} device{'' if count == 1 else 's'}{where}", uuids)
+    return Devices(
+        count,
+        f"the driver finds {count} device{'' if count == 1 else 's'}{where}",
+        tuple(uuid for uuid, _ in devices),
+        (version // 1000, version % 1000 // 10),
+        frozenset(
+            (number, int(other))
+            for number, (_, apart) in enumerate(devices)
+            for other in apart.split(",")
+            if other.isdecimal()
+        ),
+    )
+
+
+def worker_devices(config: EngineConfig) -> list[bytes]:
+    """Returns the uuids of the devices of this node's workers, for `DeviceScope`. Raises ValueError if not known."""
+    devices = cuda_devices()
+    numbers = [devices.number_of(name) for name in config.device_names]
+    uuids = [devices.uuids[number] for number in numbers if number is not None and number < len(devices.uuids)]
+    if not numbers or len(uuids) != len(numbers):
+        raise ValueError(f"expected CUDA devices of workers, got {config.device_names or 'a CPU'}: {devices.reason}")
+    return [bytes.fromhex(uuid) for uuid in uuids]

@@ -6,6 +6,7 @@ here is no error here: the process that meets it reports it.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -33,6 +34,7 @@ from penstock.engine.worker.weight_slices import HeadSlices
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")  # of a model that is computed
 MIN_TORCH = 2, 11  # the oldest release of torch for the kernels
+MIN_TRITON = 3, 6  # which that torch brings
 MAX_CUDA_SEQS = 4096  # for which kernels plan attention
 OTHER_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json", "preprocessor_config.json")
 
@@ -149,16 +151,9 @@ def require_cuda(config: EngineConfig) -> None:
     for name in config.device_names:
         if problem := _problem_of(name, devices):
             raise ValueError(f"{option}: {problem}: {devices.reason}; --device cpu does without")
-    build = torch_build()
-    if build is not None and _release(build.version) < MIN_TORCH:
-        raise ValueError(
-            f"{option}: torch {build.version} is too old for a CUDA device: {'.'.join(map(str, MIN_TORCH))} or later"
-        )
-    if importlib.util.find_spec("triton") is None:
-        raise ValueError(
-            f"{option}: Triton is not installed, which compiles the kernels: torch for CUDA brings it; "
-            "pip install triton, or --device cpu does without"
-        )
+    _require_builds(option, devices)
+    if config.collectives != "gloo":
+        _require_separate(config, option, devices)
     compilers = (os.environ.get("CC") or "cc", "gcc", "clang")
     if not any(map(shutil.which, compilers)):
         raise ValueError(
@@ -169,3 +164,54 @@ def require_cuda(config: EngineConfig) -> None:
         raise ValueError(
             f"--max-num-seqs {config.max_num_seqs}: a CUDA device computes at most {MAX_CUDA_SEQS} sequences in a step"
         )
+
+
+def _require_builds(option: str, devices: Devices) -> None:
+    """Raises ValueError if the driver, torch or Triton is too old."""
+    build = torch_build()
+    if build is not None and _release(build.version) < MIN_TORCH:
+        raise ValueError(
+            f"{option}: torch {build.version} is too old for a CUDA device: {'.'.join(map(str, MIN_TORCH))} or later"
+        )
+    if build is not None and build.cuda and devices.cuda is not None and _release(build.cuda)[0] > devices.cuda[0]:
+        driver = ".".join(map(str, devices.cuda))
+        raise ValueError(
+            f"{option}: the driver is too old: it knows CUDA {driver}, and torch {build.version} is built for CUDA "
+            f"{build.cuda}: install a newer driver, or torch for CUDA {driver}"
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            f"{option}: Triton is not installed, which compiles the kernels: torch for CUDA brings it; "
+            "pip install triton, or --device cpu does without"
+        )
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # installed under another name: the worker finds out
+        return
+    if _release(triton) < MIN_TRITON:
+        raise ValueError(
+            f"{option}: Triton {triton} is too old for the kernels: pip install 'triton>="
+            f"{'.'.join(map(str, MIN_TRITON))}', or the torch that brings it"
+        )
+
+
+def _require_separate(config: EngineConfig, option: str, devices: Devices) -> None:
+    """Raises ValueError if NCCL would refuse two workers of one device, or take a slow way between two devices."""
+    numbers = [devices.number_of(name) for name in config.device_names]
+    twice = next((number for number in numbers if number is not None and numbers.count(number) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"{option}: two workers have device {twice}, which NCCL refuses: expected a device for each worker, or "
+            "--collectives gloo"
+        )
+    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":  # the user knows
+        return
+    for group in range(0, len(numbers), len(config.ranks)):
+        ranks = numbers[group : group + len(config.ranks)]
+        for pair in ((a, b) for a in ranks for b in ranks if a is not None and b is not None):
+            if pair in devices.apart:
+                raise ValueError(
+                    f"{option}: device {pair[0]} cannot reach the memory of device {pair[1]} (nvidia-smi topo -p2p r): "
+                    "expected devices of one group that can, or NCCL_P2P_DISABLE=1, with which their sums go through "
+                    "the host"
+                )

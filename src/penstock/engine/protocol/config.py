@@ -32,6 +32,7 @@ DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
 ENCODER_MODES = ("weights", "data", "store")  # the first two are vLLM's
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
 DEVICE_NAME = re.compile(r"\d+|GPU-[0-9a-fA-F-]{8,36}")  # of `--devices`: a number, or the UUID as nvidia-smi prints it
+TRANSPORTS = "auto", "store", "inline", "device"
 MAX_LANES = 64  # of an inbox; native/layout.h
 MAX_MODEL_LEN = 4096
 MAX_INT = (1 << 31) - 1
@@ -268,15 +269,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Take embeddings instead of text in completions, as safetensors or npy in base64"""
     tensor_transport: Annotated[
         str,
-        Option(
-            "multimodal",
-            choices=("auto", "store", "inline"),
-            metavar="WAY",
-            if_absent=f"{TENSOR_TRANSPORT.name}, or auto",
-        ),
+        Option("multimodal", choices=TRANSPORTS, metavar="WAY", if_absent=f"{TENSOR_TRANSPORT.name}, or auto"),
     ] = "auto"
-    """How media and prompt embeddings travel: store, inline (in messages), or auto, which is in the store if there is
-    one, and inline where it has no room"""
+    """How media and prompt embeddings travel: store, inline (in messages), auto (in the store if there is one, and
+    inline where it has no room), or device (as auto; by a program's `DeviceScope`, from a device)"""
     max_concurrent_videos: Annotated[int, Option("multimodal", ge=1, le=32)] = 2
     """Maximum number of videos that an API server process decodes at a time, each in a process of its own"""
 
@@ -353,6 +349,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "tensor_transport 'inline' uses no store: expected store_nbytes (--mm-processor-cache-gb) of 0, "
                 f"got {self.store_nbytes}"
             )
+        if self.tensor_transport == "device" and not (self.store_nbytes and self.device != "cpu"):
+            raise ValueError("tensor_transport 'device' needs device 'cuda', and a store (--mm-processor-cache-gb)")
         if self.huge_pages and not self.store_nbytes:
             raise ValueError("huge_pages are for the store: store_nbytes (--mm-processor-cache-gb) is 0")
         if self.mm_encoder_tp_mode == "store" and not self.encoder_cache_nbytes:

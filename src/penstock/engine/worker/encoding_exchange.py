@@ -87,6 +87,7 @@ class EncodingExchange:
         step = size if self._is_divided else 1
         own = {number: image for number, image in enumerate(images) if image.is_encoded or number % step == rank % step}
         outcomes = self._outcomes(own)
+        self._take_room(images, outcomes)
         own_states = [outcomes[number][0] if number in outcomes else OF_ANOTHER for number in range(len(images))]
         results: list[Encoding | FinishReason] = []
         for number, state in enumerate(self._ranks.least_of_each(own_states)):
@@ -125,6 +126,18 @@ class EncodingExchange:
                 outcomes[number] = self._encoded(image)
         return outcomes
 
+    def _take_room(self, images: Sequence[PromptImage], outcomes: dict[int, tuple[int, Tensor | None]]) -> None:
+        """Allocates the encodings that other ranks send. Without memory for one, the image fails on all ranks; later,
+        the sender would wait for this rank."""
+        if not self._is_divided or self._options.store is not None:
+            return
+        for number, image in enumerate(images):
+            if number not in outcomes:
+                try:
+                    outcomes[number] = OF_ANOTHER, self._encoder.empty(image.length)
+                except torch.OutOfMemoryError as error:
+                    outcomes[number] = self._lacking(error), None
+
     def _outcome(self, image: PromptImage, timeout: float) -> tuple[int, Tensor | None]:
         """Encodes an image, unless an engine has done so. Raises Timeout while another engine does."""
         store = self._options.store
@@ -154,9 +167,12 @@ class EncodingExchange:
         except torch.OutOfMemoryError as error:
             if self._ranks.size == 1:
                 raise
-            event("out of memory", WARNING, images=1, why=str(error).partition("\n")[0])
-            torch.cuda.empty_cache()
-            return LACKING, None  # the other ranks wait for the outcomes of this one
+            return self._lacking(error), None  # the other ranks wait for the outcomes of this one
+
+    def _lacking(self, error: torch.OutOfMemoryError) -> int:
+        event("out of memory", WARNING, images=1, why=str(error).partition("\n")[0])
+        torch.cuda.empty_cache()
+        return LACKING
 
     def _view(self, image: PromptImage) -> Tensor:
         """Returns the encoding that another rank has in the store, and holds there."""

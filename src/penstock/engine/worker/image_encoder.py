@@ -27,11 +27,21 @@ from penstock.engine.worker.model import LoadedModel
 from penstock.tensor import Handle, Lease, Store
 
 if TYPE_CHECKING:
-    from penstock.tensor.cuda import Uploads
+    from penstock.tensor.cuda import ReceivedTensors, Uploads
 
 Open = Callable[[Handle], Lease]  # raises Missing
 VIDEO, GRID = "pixel_values_videos", "video_grid_thw"  # of a video; SmolVLM's videos are images with many tiles
 OURS = (torch.OutOfMemoryError, torch.distributed.DistError)  # any other error of the encoder is the image's fault
+
+
+class DeviceInputs(NamedTuple):
+    """The ways of tensors to a CUDA device beside copies to pinned memory."""
+
+    uploads: Uploads | None = None  # from the store
+    received: ReceivedTensors | None = None  # of devices
+
+
+NO_INPUTS = DeviceInputs()
 
 
 class Part(NamedTuple):
@@ -52,11 +62,10 @@ class Unusable(Exception):
 class ImageEncoder:
     """The vision encoder of the model, on this rank."""
 
-    def __init__(self, model: LoadedModel, open_handle: Open, uploads: Uploads | None = None) -> None:
-        """`uploads`: from the store to a CUDA device; None: tensors are copied to pinned memory before."""
+    def __init__(self, model: LoadedModel, open_handle: Open, inputs: DeviceInputs = NO_INPUTS) -> None:
         self._model = model
         self._open_handle = open_handle
-        self._uploads = uploads
+        self._uploads, self._received = inputs
         # Of the encoding of a token.
         self.size: int = model.stock.config.get_text_config().hidden_size * (1 + model.deepstack_layers)
 
@@ -84,6 +93,8 @@ class ImageEncoder:
         """Returns the encoding of an image, or of a part: [length, size] in the model's dtype. `length`: the tokens in
         the prompt. Raises Unusable."""
         value = self.open(item)
+        if self._received is not None:
+            value = self._resolved(value, self._received)
         try:
             tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
             encoded = self._encode(tensors if part is None else _cut(tensors, part))
@@ -95,6 +106,18 @@ class ImageEncoder:
             raise misfit(ValueError(f"expected {(length, self.size)}, got an encoding of {tuple(encoded.shape)}"))
         return encoded
 
+    def _resolved(self, value: Mapping[str, Any], received: ReceivedTensors) -> Mapping[str, Any]:
+        """Returns the value with the tensors that its sender has on a device. Raises Unusable."""
+        try:
+            return received.resolve(value)
+        except OURS:
+            raise
+        except Missing:
+            raise Unusable(FinishReason.MISSING) from None
+        except Exception as error:  # of the driver, or the device cannot reach the tensor
+            event("tensor of a device was not received", WARNING, error=f"{type(error).__name__}: {error}")
+            raise Unusable(FinishReason.ERROR) from None
+
     def _encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
         if EMBEDS in tensors:
             return self._cast(tensors[EMBEDS])
@@ -103,15 +126,19 @@ class ImageEncoder:
 
     def _upload(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         uploads = self._uploads
+        if tensor.device.type == "cuda":
+            return tensor.to(dtype or tensor.dtype)
         if uploads is None or not tensor.is_contiguous() or not uploads.is_registered(tensor):
             return queued(tensor, self._model.device, dtype)
         on_device: Tensor = uploads.copy_to_device(tensor)
         return on_device.to(dtype or tensor.dtype)
 
     def release_copied(self) -> None:
-        """Releases images that have been copied to the device."""
+        """Releases images that have been copied to the device, or that the device has read."""
         if self._uploads is not None:
             self._uploads.flush()
+        if self._received is not None:
+            self._received.flush()
 
     def _cast(self, embeds: Tensor) -> Tensor:
         """Returns prompt embeddings in the model's dtype, and zeros for further layers: a copy, as the value is held
@@ -122,7 +149,21 @@ class ImageEncoder:
         if not cast.isfinite().all():
             raise ValueError(f"a number of the prompt embeddings is too large for {cast.dtype}")
         layers = self._model.deepstack_layers
-        return queued(F.pad(cast, (0, layers * cast.shape[-1])) if layers else cast, self._model.device)
+        return self._upload(F.pad(cast, (0, layers * cast.shape[-1])) if layers else cast)
+
+
+def device_inputs(
+    device: torch.device, store: Store | None, open_handle: Open, *, receives_tensors: bool
+) -> DeviceInputs:
+    """Raises NoDevice if the process cannot receive tensors of a device."""
+    received = None
+    if device.type != "cuda":
+        return NO_INPUTS
+    if receives_tensors:
+        from penstock.tensor.cuda import ReceivedTensors
+
+        received = ReceivedTensors(open_handle)
+    return DeviceInputs(None if store is None else register_store(store), received)
 
 
 def register_store(store: Store) -> Uploads | None:

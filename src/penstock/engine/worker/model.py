@@ -201,12 +201,13 @@ def load(
     shared: SharedWeights | None = None,
     *,
     has_head: bool = True,
+    utilization: float = 1.0,
 ) -> LoadedModel:
     """Loads this rank's shard of a model, and of its adapters; None: LoRA is not enabled. `dtype`: "auto" for that of
     config.json. `shared`: weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden
-    states as `logits`; the files need no weights of the head.
+    states as `logits`; the files need no weights of the head. `utilization`: of the memory of a CUDA device.
 
-    Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
+    Raises ValueError if the model is not supported, or cannot be sharded over so many ranks, or a device has no room.
     """
     require_dtype(dtype)
     if not path.is_dir():
@@ -229,6 +230,7 @@ def load(
     if device.type == "cpu":
         load_on_cpu(stock, path, slices, device, shared)
     else:
+        require_memory(stock, ranks, device, utilization)
         weight_loader.load(stock, path, slices, device)
     event("weights are loaded", DEBUG)
     replace_patch_convolutions(stock)
@@ -241,6 +243,18 @@ def load(
     model = LoadedModel(stock, ranks, device, sums_attention=sums_attention, adapters=loaded)
     event("model is loaded", DEBUG)
     return model
+
+
+def require_memory(stock: nn.Module, ranks: TPGroup, device: torch.device, utilization: float) -> None:
+    """Raises ValueError on all ranks if a CUDA device has no room for the weights, which have not been read."""
+    nbytes = sum(parameter.nbytes for parameter in stock.parameters())
+    unused, total = torch.cuda.mem_get_info(device)
+    room = utilization * total - (total - unused)
+    if not ranks.least(int(nbytes < room)):
+        raise ValueError(
+            f"no room for the weights: {nbytes / 2**30:.2f} GiB, and {room / 2**30:.2f} GiB of the device are free for "
+            "them: raise --gpu-memory-utilization or --tensor-parallel-size, or end other processes"
+        )
 
 
 def import_family(path: Path) -> None:

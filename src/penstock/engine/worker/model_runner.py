@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from logging import WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -41,13 +41,13 @@ from penstock.engine.worker.cpu_threads import (
 )
 from penstock.engine.worker.device import EncodingCounts, LazyGrammars, PendingStep, TorchPendingStep
 from penstock.engine.worker.encoding_exchange import EncoderOptions
-from penstock.engine.worker.image_encoder import Open, register_store
+from penstock.engine.worker.image_encoder import Open, device_inputs
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.lora import adapter_runs
-from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
+from penstock.engine.worker.paged_attention import KVCache, PagedAttention
 from penstock.engine.worker.pooler import Pooler
-from penstock.engine.worker.prompt_logprobs import MAX_ROWS, PendingPromptLogprobs, PromptScorer
+from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs, PromptScorer
 from penstock.engine.worker.sampler import Sampler
 from penstock.engine.worker.shared_weights import SharedWeights
 from penstock.engine.worker.tensor_parallel import TPGroup
@@ -95,6 +95,7 @@ class ModelRunner:
         weight_file: WeightFile | None = None,
         pooler: Pooler | None = None,
         store: Store | None = None,
+        receives_tensors: bool = False,
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
@@ -103,6 +104,7 @@ class ModelRunner:
         prompts may be embeddings. `kv_file`, `weight_file`: of the launcher, for keys and values and for weights that
         outlive this process. `adapters`: requests may have one of them; None: LoRA is not enabled. `pooler`: makes
         vectors of prompts, in place of the sampler, on a CPU. `store`: of images, from which a CUDA device copies.
+        `receives_tensors`: of devices.
 
         Raises ValueError if the model is not supported, or there is no room for one block, and RuntimeError if its
         files change meanwhile.
@@ -119,7 +121,9 @@ class ModelRunner:
         has_head = pooler is None or pooler.needs_logits
         parts = files.fingerprint.digest, files.weights_identity, dtype, self._ranks.rank, self._ranks.size, has_head
         shared = SharedWeights.open(weight_file, *parts, check=files.require_unchanged)
-        self._model = models.load(Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head)
+        self._model = models.load(
+            Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, utilization=memory_utilization
+        )
         files.require_unchanged()
         self.model = files.fingerprint.word
         self.vocabulary: int = self._model.vocab_size
@@ -157,7 +161,8 @@ class ModelRunner:
 
                 sizes = StepSizes(slots, max_blocks_per_request or 0, token_budget, 1)
                 reserved += sizes.nbytes(block_size, self._model.vocab_size)
-            room = self._room(token_budget, slots, memory_utilization, reserved)
+            longest = max_blocks_per_request or 1 if where.type == "cuda" else 1
+            room = self._room(token_budget, slots, memory_utilization, reserved, longest)
             blocks = room if max_blocks is None else min(room, max_blocks)
         self.blocks = blocks
         self._memory = self._model.memory(self.blocks, block_size, pages)
@@ -168,8 +173,9 @@ class ModelRunner:
         self._images: EncoderCache | None = None
         if takes_embeds or self._model.image_id is not None:
             options = (encoder or EncoderOptions())._replace(salt=files.fingerprint.digest)
-            uploads = None if store is None or where.type == "cpu" else register_store(store)
-            self._images = EncoderCache(self._model, open_handle or Handle.open, slots, options, uploads)
+            opener = open_handle or Handle.open
+            inputs = device_inputs(where, store, opener, receives_tensors=receives_tensors)
+            self._images = EncoderCache(self._model, opener, slots, options, inputs)
         self.encodings = EncodingCounts() if self._images is None else self._images.exchange.counts
         self._cuda: CudaSteps | None = None
         self._num_failed = 0  # steps in a row, as memory was short
@@ -178,8 +184,7 @@ class ModelRunner:
 
             axes = 1 if self._images is None else self._images.num_position_axes
             per_request = min(self.blocks, max_blocks_per_request or self.blocks)
-            step_nbytes = self._nbytes_of_a_step(token_budget, slots) if self._ranks.size > 1 else 0
-            sizes = StepSizes(slots, per_request, token_budget, axes, step_nbytes)
+            sizes = StepSizes(slots, per_request, token_budget, axes)
             self._cuda = CudaSteps(self._model, self._memory, recorder, sizes, self._sampler)
 
     @property
@@ -266,7 +271,8 @@ class ModelRunner:
         if not batch.counts[batch.rows].any():  # no row, or all of them wait
             return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
         result, failed, prompts = self._sample_on_cuda(batch, cuda)
-        pending = cuda.sampler.finish(result, batch, failed, self._take_masks(), prompts)
+        release = (lambda: None) if self._images is None else self._images.release_copied
+        pending = cuda.sampler.finish(result, batch, failed, self._take_masks(), prompts, release)
         self._grammars.sampled(pending.ids)
         return pending
 
@@ -287,25 +293,29 @@ class ModelRunner:
                     images.begin_step()
                 return cuda.decode(batch), {}, ()
         input_batch = self._build_batch(batch)
+        tokens, likeliest = input_batch.slots.size, self._prompts.likeliest(input_batch, batch)
         is_text = images is None or images.is_text(input_batch.slots, input_batch.positions)
+        is_recorded = is_text and likeliest is None and not has_adapters and cuda.is_recorded(input_batch)
+        needs: dict[str, Any] = {"has_embeds": not is_text, "likeliest": likeliest}
+        cuda.require_room(tokens, is_recorded=is_recorded, **needs)
         step = cuda.input_of(batch, input_batch, self._positions(input_batch))
-        if is_text and not self._prompts.is_due(input_batch, batch):
+        if is_recorded:
             if images is not None:
                 images.begin_step()
-            result = None if has_adapters else cuda.replay(step)
-            if result is not None:
-                return result, {}, ()
+            return cuda.replay(step), {}, ()
         tensors, embeds = cuda.tensors(step), None
         failed: dict[int, FinishReason] = {}
         if images is not None:
             embeds, failed = images.embeds(input_batch, tensors.ids)
+            if not is_text:
+                cuda.require_room(tokens, **needs)  # encodings have taken memory
         result, hidden = cuda.compute(tensors, embeds, self._runs(input_batch))
         return result, failed, self._prompts.score(input_batch, batch, hidden, is_used=self._sampler is not None)
 
     def _follow(self, batch: BatchState, step: Step) -> None:
         """Applies leaves and joins to what is kept by slot."""
         if self._cuda is not None:
-            self._cuda.state.follow(step)
+            self._cuda.follow(step)
         if step.left is not None:
             self._prompts.leave(step.left.tolist())
             for slot in step.left.tolist():
@@ -363,12 +373,14 @@ class ModelRunner:
         paged = PagedAttention(self._memory, input_batch, self._device)
         return self._model.hidden(paged, ids, positions, embeds, self._runs(input_batch), read), failed
 
-    def _room(self, token_budget: int, slots: int, memory_utilization: float, reserved: int) -> int:
+    def _room(self, token_budget: int, slots: int, memory_utilization: float, reserved: int, longest: int) -> int:
         """Returns the number of blocks that fit into memory, on the rank with the least memory. `reserved`: bytes of a
-        CUDA device that are allocated later, and stay."""
+        CUDA device that are allocated later, and stay. Raises ValueError for fewer than `longest`."""
         if self._device.type == "cuda":
+            from penstock.engine.worker.cuda.step_room import step_nbytes
+
             # Twice a step: graphs keep the memory of the largest recorded step.
-            step = 2 * self._nbytes_of_a_step(token_budget, slots)
+            step = 2 * step_nbytes(self._model, token_budget, slots)
             torch.cuda.empty_cache()
             unused, total = torch.cuda.mem_get_info(self._device)
             free = memory_utilization * total - (total - unused) - step - reserved
@@ -376,11 +388,11 @@ class ModelRunner:
             free = CPU_SHARE * memory_available()[0] / self._ranks.size
         each = KVCache.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
         blocks = self._ranks.least(int(free // each))
-        if blocks < 1:
-            hint = "; raise --gpu-memory-utilization or lower --max-num-batched-tokens"
+        if blocks < longest:
+            hint = "; raise --gpu-memory-utilization or lower --max-num-batched-tokens or --max-model-len"
             raise ValueError(
-                f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes"
-                f"{hint if self._device.type == 'cuda' else ''}"
+                f"no room for keys and values of one request: {free / 2**20:.1f} MiB left, and {longest} blocks of "
+                f"{each} bytes are needed{hint if self._device.type == 'cuda' else ''}"
             )
         return blocks
 
@@ -415,16 +427,6 @@ class ModelRunner:
             self.tune_after = None
         elif self._ranks.size == 1:  # several ranks would have to begin together
             self.tune_after = TUNE_AFTER_S if self.tune_after is None else 2 * self.tune_after
-
-    def _nbytes_of_a_step(self, token_budget: int, slots: int) -> int:
-        """Returns the bytes that the largest step allocates for a while, beside weights and cache: layers and logits,
-        in float32 where penalties or biases change them, and log-probabilities."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        tokens = torch.zeros(token_budget, dtype=torch.int64, device=self._device)
-        logits = self._model.logits(self._model.hidden(Probe(), tokens, tokens)[: max(slots, MAX_ROWS)])
-        torch.log_softmax(logits.float(), dim=-1)
-        return torch.cuda.max_memory_allocated(self._device) - before
 
 
 def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) -> None:

@@ -50,9 +50,13 @@ class PromptScorer:
         for slot in slots:
             self._slots.pop(slot, None)
 
-    def is_due(self, input_batch: InputBatch, batch: BatchState) -> bool:
-        """Returns whether the step computes a part of a prompt with log-probabilities."""
-        return bool(self._slots) and any(targets.size for _, _, targets in self._due(input_batch, batch))
+    def likeliest(self, input_batch: InputBatch, batch: BatchState) -> int | None:
+        """Returns the most likeliest ids that a prompt wants of which the step computes a part; None: no prompt with
+        log-probabilities is among them."""
+        if not self._slots:
+            return None
+        due = [self._slots[slot] - 1 for _, slot, targets in self._due(input_batch, batch) if targets.size]
+        return max(due, default=None)
 
     def _due(self, input_batch: InputBatch, batch: BatchState) -> Iterator[tuple[int, int, Ints]]:
         """Yields row, slot and the prompt's tokens that follow those of the step."""

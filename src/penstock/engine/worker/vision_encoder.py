@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,13 +27,10 @@ from penstock.engine.worker.encoding_exchange import (
     EncodingExchange,
     PromptImage,
 )
-from penstock.engine.worker.image_encoder import ImageEncoder, Open, Part, Unusable, misfit
+from penstock.engine.worker.image_encoder import NO_INPUTS, DeviceInputs, ImageEncoder, Open, Part, Unusable, misfit
 from penstock.engine.worker.input_batch import InputBatch, moved, queued
 from penstock.engine.worker.model import InputEmbeds, LoadedModel
 from penstock.tensor import Handle
-
-if TYPE_CHECKING:
-    from penstock.tensor.cuda import Uploads
 
 # An image's key; without a key, the `id()` of its item while a slot has it. Of a part: with the part.
 Name: TypeAlias = "bytes | int | tuple[bytes | int, Part]"
@@ -79,10 +76,10 @@ class EncoderCache:
         open_handle: Open,
         slots: int,
         options: EncoderOptions,
-        uploads: Uploads | None = None,
+        inputs: DeviceInputs = NO_INPUTS,
     ) -> None:
         self._model = model
-        self._encoder = ImageEncoder(model, open_handle, uploads)
+        self._encoder = ImageEncoder(model, open_handle, inputs)
         self.exchange = EncodingExchange(self._encoder, model.ranks, options)
         self._cache_nbytes = options.cache_nbytes
         ids = {model.image_id: IMAGE_TYPE, model.video_id: VIDEO_TYPE}
@@ -221,9 +218,12 @@ class EncoderCache:
         self._encoded.clear()
         self._nbytes = 0
 
+    def release_copied(self) -> None:
+        """Releases images in the store that a CUDA device has copied. Any thread may call it."""
+        self._encoder.release_copied()
+
     def begin_step(self) -> None:
         """Releases encodings that only the step before has needed. A step without images needs nothing else."""
-        self._encoder.release_copied()
         self._shared = {name: tensor for name, tensor in self._shared.items() if name in self._unfinished}
         self._unfinished = set()
 

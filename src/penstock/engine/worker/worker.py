@@ -118,6 +118,7 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         weight_file=cluster.weights,
         pooler=pooler,
         store=cluster.store,
+        receives_tensors=config.tensor_transport == "device",
     )
 
 

@@ -8,6 +8,7 @@ Imports without CUDA, and without torch; what needs a device raises NoDevice, wh
     images = tensors.view(ref)  # over there: the same memory
 """
 
+from penstock.tensor.cuda.device_scope import DeviceScope, ReceivedTensors
 from penstock.tensor.cuda.driver import DeviceError, Driver, ForeignDevice, NoDevice
 from penstock.tensor.cuda.pool import CudaPool, Slice
 from penstock.tensor.cuda.ref import CudaRef, HostRef, Place, Reference
@@ -21,11 +22,13 @@ __all__ = [
     "CudaStats",
     "CudaTensors",
     "DeviceError",
+    "DeviceScope",
     "Driver",
     "ForeignDevice",
     "HostRef",
     "NoDevice",
     "Place",
+    "ReceivedTensors",
     "Reference",
     "Slice",
     "UploadStats",

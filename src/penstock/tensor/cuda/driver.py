@@ -42,6 +42,7 @@ class Driver(Protocol):
     uuid: bytes  # of the device: 16 bytes, the same in every process
     as_: As  # how an array of host memory must be shown for copy() to take it
     in_flight: DeferredReleases  # of this process
+    readers: frozenset[bytes]  # uuids of devices that can reach this device's memory; its own is among them
 
     # ── memory ──
     def allocate(self, nbytes: int) -> int:
@@ -51,6 +52,9 @@ class Driver(Protocol):
 
     def export(self, address: int) -> bytes:
         """By what another process opens an allocation. Raises DeviceError."""
+
+    def can_map(self, device: bytes, handle: bytes) -> bool:
+        """Whether memory of the device with this uuid can be opened here: of this device, or of one within reach."""
 
     def open(self, handle: bytes, nbytes: int) -> int:
         """Where an allocation of another process, of at least `nbytes`, is mapped here. Raises DeviceError."""
@@ -76,6 +80,9 @@ class Driver(Protocol):
 
     def copy(self, to: Any, source: Any) -> None:
         """Puts a copy on the current stream: between tensors of the device, or from one of them to host memory."""
+
+    def fetch(self, to: Any, address: int) -> None:
+        """Puts a copy of device memory, also of another device, to all of a tensor on the current stream."""
 
     # ── host memory ──
     def register(self, address: int, nbytes: int) -> None:

@@ -1,15 +1,13 @@
-"""A pool of device memory: allocated once, by one process, and lent out in slices to every process on that device.
+"""A pool of device memory: allocated once, by one process, and lent out in slices to every process within reach.
 
 An ordinary pool (`books`) records the holders of each slice. Blocks of the books have offsets and sizes, and no host
 memory, not even addresses. Leases, grants, generations, recovery after a death, StaleRef and `penstock inspect` are
-therefore the core's, without a second implementation. The first idea, a byte of host memory for every 512 bytes of the
-device, would have worked as well, and shown every size divided by 512.
+therefore the core's, without a second implementation.
 
 The producer allocates the memory, and writes the memory's handle and the device's uuid into the books, for attaching
-processes. A consumer opens the handle with the first slice, and closes the handle when the pool is closed or the
-producer is dead. `order.py` decides when a released slice is free; the device's driver does the rest.
-
-No mapping guards device memory: a kernel that writes to a received slice changes the slice for all holders.
+processes. A consumer opens the handle with the first slice, and closes the mapping when the pool is closed, or when the
+producer is dead, for which a thread waits. `order.py` decides when a released slice is free. No mapping guards device
+memory: a kernel that writes to a received slice changes the slice for all holders.
 """
 
 from __future__ import annotations
@@ -36,6 +34,7 @@ from penstock.tensor.cuda.torch_driver import driver_of
 
 ROOM_POLL_S = 0.05  # seconds; of a take() that waits for room, and must see to its own slices in flight
 SHARE_TIMEOUT = 30.0  # seconds, for the device to finish what it writes
+LATE_POLL_S = 0.2  # seconds between looks at slices that hold a mapping without a producer, or without a pool
 ALIGN = 512  # of slices: what the device's own allocator gives, and vector loads may rely on
 
 
@@ -139,7 +138,7 @@ class Slice:
 class CudaPool(Shareable):
     """Device memory that is lent out. One for each producing process and device; others attach, or are spawned with it.
 
-    Attaching calls no CUDA function. A process that uses another device than the producer's can attach, and gets
+    Attaching calls no CUDA function. A process on a device that cannot reach the producer's device can attach, and gets
     ForeignDevice when it opens a slice.
     """
 
@@ -158,6 +157,7 @@ class CudaPool(Shareable):
         self._frees = False  # only the pool of create() does: a second pool of the same memory in this process does not
         self._parts: weakref.WeakSet[Slice] = weakref.WeakSet()
         self._producer = -1  # its pidfd, once we have mapped
+        self._stop_watch: weakref.finalize[[int, int], CudaPool] | None = None  # of the producer, by a thread
 
     @classmethod
     def create(
@@ -229,6 +229,11 @@ class CudaPool(Shareable):
         """Slices in flight are taken."""
         return self.books.stats()
 
+    @property
+    def is_reachable(self) -> bool:
+        """Whether this process's device can read the memory."""
+        return self.driver.can_map(self.about.device, self.about.handle)
+
     # ── slices ──
     def take(self, nbytes: int, timeout: float | None = 0) -> Slice:
         """A slice to write to; for the producer. Waits up to `timeout` seconds (None: for ever) for others to come
@@ -257,12 +262,12 @@ class CudaPool(Shareable):
         return self.books.share(part.lease, to)
 
     def open(self, ref: Ref) -> Slice:
-        """The slice that a reference names. Raises StaleRef if it is gone or was never there; ForeignDevice if the pool
-        is of another device than this process uses; PeerDied if the producer is. Nothing is touched in either case."""
-        if self.about.device != self.driver.uuid:
+        """The slice that a reference names. Raises StaleRef if it is gone or was never there; ForeignDevice if the
+        device of this process cannot reach the pool's; PeerDied if the producer is dead. Nothing is touched then."""
+        if not self.is_reachable:
             raise ForeignDevice(
-                f"'{self.name}' lies on device {self.about.device.hex()}, and this process uses "
-                f"{self.driver.uuid.hex()}: send the producer this process's CudaTensors.place"
+                f"'{self.name}' lies on device {self.about.device.hex()}, which {self.driver.uuid.hex()}, used by this "
+                "process, cannot reach: send the producer this process's CudaTensors.place"
             )
         self.driver.in_flight.poll()
         if self._has_lost_producer():
@@ -303,11 +308,19 @@ class CudaPool(Shareable):
             if mapped is None:
                 address = self.driver.open(self.about.handle, self.nbytes)
                 mapped = self._mapped = Mapped(self.driver, address, is_own=False)
+                self._watch_producer(mapped)
             return mapped
 
+    def _watch_producer(self, mapped: Mapped) -> None:
+        if self._producer < 0:  # unknown: open() and flush() look again
+            return
+        end, stop = os.pipe()
+        self._stop_watch = weakref.finalize(self, _stop, stop, os.getpid())
+        arguments = os.dup(self._producer), end, weakref.ref(self), weakref.ref(mapped)
+        threading.Thread(target=_close_late, args=arguments, name="device memory", daemon=True).start()
+
     def _has_lost_producer(self) -> bool:
-        """Whether it is dead: then its memory is closed here, with the last slice of it. False while that cannot be
-        found out."""
+        """Whether it is dead: its memory is closed with the last slice then. False while that is unknown."""
         if self._is_closed or self.is_producer:
             return False
         with self._mapping:
@@ -331,6 +344,8 @@ class CudaPool(Shareable):
         that a peer has mapped must not be freed. Call it again then; the end of the process frees it in any case.
         """
         self._is_closed = True
+        if self._stop_watch is not None:
+            self._stop_watch()
         if self._producer >= 0:
             os.close(self._producer)
             self._producer = -1
@@ -356,3 +371,30 @@ class CudaPool(Shareable):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _stop(end: int, pid: int) -> None:
+    if os.getpid() == pid:  # a fork has a copy of the pool, and not the thread
+        with contextlib.suppress(BrokenPipeError):  # the thread has ended
+            os.write(end, b"\0")
+    os.close(end)
+
+
+def _close_late(producer: int, end: int, pool: weakref.ref[CudaPool], mapped: weakref.ref[Mapped]) -> None:
+    """Waits until the producer of mapped memory dies, or the pool is closed or dropped, which `end` tells. Closes the
+    mapping with the last slice then, whether or not the process touches a pool again."""
+    poll = select.poll()
+    poll.register(producer, select.POLLIN)
+    poll.register(end, select.POLLIN)
+    try:
+        poll.poll()
+    finally:
+        os.close(producer)
+        os.close(end)
+    while (mapping := mapped()) is not None:
+        if (opened := pool()) is not None:
+            opened._mapped = None
+        with contextlib.suppress(Exception):  # of a lost device: the end of the process closes the mapping
+            mapping.driver.in_flight.poll()
+        del opened, mapping
+        time.sleep(LATE_POLL_S)

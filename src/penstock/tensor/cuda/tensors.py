@@ -1,8 +1,9 @@
 """Tensors of a device between processes: put into a slice of device memory, or made in it, and seen where they lie.
 
 A tensor goes to the same device by the pool, which a process opens once; within one process by the memory itself; to
-any other device, and when the pool is full or there is none, by host memory, counted. Pool and store record the
-holders, `order.py` decides when a slice is free, and the caller how references travel.
+a device that can reach the pool by a copy that the receiver makes; to any other device, and when the pool is full or
+there is none, by host memory. Each way is counted. Pool and store record the holders, `order.py` decides when a slice
+is free, and the caller how references travel.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from penstock.tensor.handle import Handle
 from penstock.tensor.kinds import Kind, kind_of, nbytes_of
 from penstock.tensor.scope import INLINE_NBYTES
 from penstock.tensor.store import Store
-from penstock.tensor.tree import Empty, plan, read_to_fill
+from penstock.tensor.tree import Empty, Plan, plan, read_to_fill
 
 
 class CudaStats(msgspec.Struct):
@@ -35,10 +36,12 @@ class CudaStats(msgspec.Struct):
 
     puts: int = 0
     put_nbytes: int = 0
-    foreign: int = 0  # of the puts: by host memory, for a receiver on another device
+    peered: int = 0  # of the puts: in the pool, for a receiver on another device that can reach the pool
+    foreign: int = 0  # of the puts: by host memory, for a receiver on a device that cannot
     overflowed: int = 0  # of the puts: by host memory, because there was no pool, or no room
     shares: int = 0  # without a copy
     views: int = 0
+    fetched: int = 0  # of the views: copied from another device
 
 
 class CudaTensors:
@@ -68,10 +71,9 @@ class CudaTensors:
     @property
     def place(self) -> Place:
         """Returns this process's place as a receiver of tensors, to be sent to their senders."""
-        is_near = self.pool is not None and self.pool.about.device == self.driver.uuid
         return Place(
             self.driver.uuid,
-            self.pool.peer.index if self.pool is not None and is_near else None,
+            self.pool.peer.index if self.pool is not None and self.pool.is_reachable else None,
             self.store.pool.peer.index if self.store is not None else None,
         )
 
@@ -89,16 +91,38 @@ class CudaTensors:
             raise ValueError("expected at least one place in `to`, got none: pass CudaTensors.place of each receiver")
         self.stats.puts += 1
         self.stats.put_nbytes += described.nbytes
-        if any(place.device != self.driver.uuid for place in places):
+        others = [place for place in places if place.device != self.driver.uuid]
+        if any(place.slices is None for place in others):
             self.stats.foreign += 1
             return self._by_host(tensor, described, places, timeout)
         part = self._taken(described.nbytes, timeout) if all(place.slices is not None for place in places) else None
         if part is None or self.pool is None:
             self.stats.overflowed += 1
             return self._by_host(tensor, described, places, timeout)
+        self.stats.peered += bool(others)
         copy = self.driver.array(part.address, described.kind, described.shape, part)
         self.driver.copy(copy, tensor)
         return self._shared(part, described.kind, described.shape, 0, places)
+
+    def lend(self, tensor: Any, *, is_near: bool = True, timeout: float | None = 0) -> tuple[Reference, Slice | Lease]:
+        """Returns a reference to a copy of this tensor, which any process may view any number of times until the second
+        result is released. `is_near`: the devices of all readers can reach the pool. The copy lies there if there is
+        room, else in the store. Raises MemoryExhausted."""
+        described = self.driver.describe(tensor)
+        self.stats.puts += 1
+        self.stats.put_nbytes += described.nbytes
+        part = self._taken(described.nbytes, timeout) if is_near else None
+        if part is not None:
+            self.driver.copy(self.driver.array(part.address, described.kind, described.shape, part), tensor)
+            return self._shared(part, described.kind, described.shape, 0, ()), part
+        self.stats.overflowed += is_near
+        self.stats.foreign += not is_near
+        lease = self._stored(tensor, described, timeout)
+        if lease is None:
+            raise MemoryExhausted(
+                f"a tensor of {described.nbytes} bytes has no room, neither in a pool of device memory nor in a store"
+            )
+        return HostRef(Handle(None, lease.ref)), lease
 
     def empty(self, shape: Iterable[int] | int, dtype: Any, *, timeout: float | None = 0) -> Any:
         """A tensor in the pool, to be filled in place and given to share(). Raises MemoryExhausted."""
@@ -114,17 +138,15 @@ class CudaTensors:
     def share(self, tensor: Any, to: Iterable[Place]) -> CudaRef:
         """Returns a reference to a tensor of empty(), or to a contiguous part of it, without a copy.
 
-        For the same device only. Waits until the current stream has written the tensor, which must not be written from
-        then on. Raises ValueError for any other tensor, or place: put() copies.
+        For devices that can reach the pool. Waits until the current stream has written the tensor, which must not be
+        written from then on. Raises ValueError for any other tensor, or place: put() copies.
         """
         described = self.driver.describe(tensor)
         places = tuple(to)
         if not described.is_contiguous:
             raise ValueError("expected a contiguous tensor: CudaTensors.put copies others")
-        if any(place.device != self.driver.uuid or place.slices is None for place in places):
-            raise ValueError(
-                "expected places of this device with a pool: CudaTensors.put sends to others by host memory"
-            )
+        if any(place.slices is None for place in places):
+            raise ValueError("expected places that can reach the pool: CudaTensors.put sends to others by host memory")
         part = self.pool.part_at(described.address, described.nbytes) if self.pool is not None else None
         if part is None:
             raise ValueError(
@@ -146,26 +168,34 @@ class CudaTensors:
     # ── receivers ──
     def view(self, ref: Reference) -> Any:
         """Returns the tensor on this process's device: in place, held as long as any view lives; or, if the tensor came
-        by host memory, copied to the device on the current stream.
+        by host memory or from another device, copied to the device on the current stream.
 
         The tensor must not be written. Drop the tensor on the stream that used it, or call `used_on`. Raises StaleRef
         if the tensor is gone or never existed, PeerDied if the producer died, ForeignDevice for a tensor of a
-        different device; all before any memory is touched.
+        device out of reach; all before any memory is touched.
         """
         self.stats.views += 1
         if isinstance(ref, HostRef):
             with self._opened(ref) as lease:
                 return self.uploads.copy_to_device(lease.value(self.driver.as_))
-        if ref.device != self.driver.uuid:
-            raise ForeignDevice(
-                f"the tensor lies on device {ref.device.hex()}, and this process uses {self.driver.uuid.hex()}"
-            )
         if self.pool is None:
             raise ValueError(
                 "a tensor in a pool of device memory was received: create these CudaTensors with that CudaPool"
             )
+        if ref.device != self.pool.about.device:
+            raise ForeignDevice(
+                f"the tensor lies on device {ref.device.hex()}, and the pool on {self.pool.about.device.hex()}"
+            )
         part = self.pool.open(ref.where)
-        return self.driver.array(part.address, ref.kind, ref.shape, part)
+        if ref.device == self.driver.uuid:
+            return self.driver.array(part.address, ref.kind, ref.shape, part)
+        self.stats.fetched += 1
+        copy = self.driver.empty(ref.kind, ref.shape)
+        try:
+            self.driver.fetch(copy, part.address)
+        finally:
+            part.release()  # when the copy is done
+        return copy
 
     def used_on(self, tensor: Any, stream: Any) -> None:
         """Keeps the slice of a pool's tensor for a stream's work too. Call it for a stream other than those that are
@@ -221,23 +251,34 @@ class CudaTensors:
     def _by_host(
         self, tensor: Any, described: DeviceTensor, places: tuple[Place, ...], timeout: float | None
     ) -> HostRef:
-        planned = plan(Empty(described.shape, described.kind.name), is_filled_later=True)
         peers = [place.store for place in places if place.store is not None]
-        if self.store is not None and described.nbytes > self.inline_nbytes and len(peers) == len(places):
-            try:
-                loan = self.store.loan(None, planned, timeout=timeout)
-            except MemoryExhausted:
-                pass
-            else:
-                self._copied(loan.value(self.driver.as_), tensor)
-                with loan.commit() as lease:
+        if described.nbytes > self.inline_nbytes and len(peers) == len(places):
+            lease = self._stored(tensor, described, timeout)
+            if lease is not None and self.store is not None:
+                with lease:
                     self.store.pool.grant_all(lease.ref, peers)
                     return HostRef(Handle(None, lease.ref))
+        planned = _plan(described)
         numbers = bytearray(planned.nbytes)
         self._copied(read_to_fill(planned.layout, numbers, as_=self.driver.as_), tensor)
         return HostRef(Handle(None, planned.layout, Buffer(numbers)))
+
+    def _stored(self, tensor: Any, described: DeviceTensor, timeout: float | None) -> Lease | None:
+        """Returns a copy of the tensor in the store; None: there is no store, or no room."""
+        if self.store is None:
+            return None
+        try:
+            loan = self.store.loan(None, _plan(described), timeout=timeout)
+        except MemoryExhausted:
+            return None
+        self._copied(loan.value(self.driver.as_), tensor)
+        return loan.commit()
 
     def _copied(self, to: Any, tensor: Any) -> None:
         self.driver.copy(to, tensor)
         if not wait_for([self.driver.record(self.driver.stream())], SHARE_TIMEOUT):
             raise Timeout(f"the device has not copied a tensor to host memory within {SHARE_TIMEOUT:g} s")
+
+
+def _plan(described: DeviceTensor) -> Plan:
+    return plan(Empty(described.shape, described.kind.name), is_filled_later=True)

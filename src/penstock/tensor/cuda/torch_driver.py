@@ -1,10 +1,10 @@
 """A real device: torch for tensors, streams and events, NVIDIA's `cuda-bindings` for the rest.
 
-The memory, its handles and the registering of host memory go by the driver's own interface, each call with the primary
-context pushed on the calling thread and popped again: torch uses the same context, the only context. The
-runtime's interface would choose by the thread's current device, which is the first device unless the thread chose one.
-torch's sharing of storages is not used either: torch takes memory from a caching allocator, leaves a file in /dev/shm
-for the counts of each handle, and needs a handle for each tensor.
+The memory (`virtual_memory.py`), its handles and the registering of host memory go by the driver's own interface, each
+call with the primary context pushed on the calling thread and popped again: torch uses the same context, the only
+context. The runtime's interface would choose by the thread's current device, which is the first device unless the
+thread chose one. torch's sharing of storages is not used either: torch takes memory from a caching allocator, leaves a
+file in /dev/shm for the counts of each handle, and needs a handle for each tensor.
 """
 
 from __future__ import annotations
@@ -15,16 +15,34 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from penstock.errors import MemoryExhausted, UnsupportedTensor
 from penstock.installing import how_to_install
 from penstock.tensor.cuda.driver import DeviceError, DeviceTensor, Driver, ForeignDevice, NoDevice
 from penstock.tensor.cuda.order import PASSED, DeferredReleases, Marker
 from penstock.tensor.cuda.ref import UUID_NBYTES
+from penstock.tensor.cuda.virtual_memory import DescriptorHandle, VirtualMemory
 from penstock.tensor.kinds import Kind, kind_of, nbytes_of, torch_dtype
 from penstock.tensor.views import As
 
 HANDLE_NBYTES = 64  # of CUipcMemHandle
 PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+
+
+class LegacyHandle(msgspec.Struct, frozen=True, array_like=True, tag="legacy"):
+    """Names memory of a driver without memory behind descriptors, for the same device."""
+
+    ipc_handle: bytes
+
+    def __post_init__(self) -> None:
+        if len(self.ipc_handle) != HANDLE_NBYTES:
+            raise ValueError(f"expected a handle of {HANDLE_NBYTES} bytes, got {len(self.ipc_handle)}")
+
+
+HANDLES: msgspec.msgpack.Decoder[LegacyHandle | DescriptorHandle] = msgspec.msgpack.Decoder(
+    LegacyHandle | DescriptorHandle
+)
 
 
 def needed() -> tuple[Any, Any]:
@@ -56,16 +74,24 @@ class TorchDriver:
         self.in_flight = DeferredReleases()
         self._ask("cuInit", 0)
         (number,) = self._ask("cuDeviceGet", device)
-        # Of a slice of a device (MIG) the older call names the whole device; newer bindings have only the newer one.
-        newest = "cuDeviceGetUuid_v2" if hasattr(driver, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
-        (uuid,) = self._ask(newest, number)
-        self.uuid = bytes(uuid.bytes)[:UUID_NBYTES]
+        self.uuid = self._uuid_of(number)
         (self._context,) = self._ask("cuDevicePrimaryCtxRetain", number)
+        self._virtual: VirtualMemory | None = None
+        self.readers = self._peers = frozenset({self.uuid})
+        if VirtualMemory.is_supported(driver, self._ask, number):
+            numbers = {index: self._ask("cuDeviceGet", index)[0] for index in range(torch.cuda.device_count())}
+            del numbers[device]
+            readers = [index for index, other in numbers.items() if self._can_reach(other, number)]
+            self._virtual = VirtualMemory(driver, self._ask, device, readers)
+            self.readers |= {self._uuid_of(numbers[index]) for index in readers}
+            self._peers |= {self._uuid_of(other) for other in numbers.values() if self._can_reach(number, other)}
 
     # ── memory ──
     def allocate(self, nbytes: int) -> int:
         with self._pushed():
             try:
+                if self._virtual is not None:
+                    return self._virtual.allocate(nbytes)
                 (address,) = self._ask("cuMemAlloc", nbytes)
             except DeviceError as error:
                 if error.args[1:] != ("CUDA_ERROR_OUT_OF_MEMORY",):
@@ -80,27 +106,43 @@ class TorchDriver:
 
     def free(self, address: int) -> None:
         with self._pushed():
-            self._ask("cuMemFree", address)
+            if self._virtual is None or not self._virtual.close(address):
+                self._ask("cuMemFree", address)
 
     def export(self, address: int) -> bytes:
-        with self._pushed():
-            (handle,) = self._ask("cuIpcGetMemHandle", address)
-        return ctypes.string_at(handle.getPtr(), HANDLE_NBYTES)
+        handle: DescriptorHandle | LegacyHandle | None = (
+            None if self._virtual is None else self._virtual.handle(address)
+        )
+        if handle is None:
+            with self._pushed():
+                (ipc_handle,) = self._ask("cuIpcGetMemHandle", address)
+            handle = LegacyHandle(ctypes.string_at(ipc_handle.getPtr(), HANDLE_NBYTES))
+        return msgspec.msgpack.encode(handle)
+
+    def can_map(self, device: bytes, handle: bytes) -> bool:
+        # A legacy handle of another device would begin a context there.
+        return device == self.uuid or (device in self._peers and isinstance(_decoded(handle), DescriptorHandle))
 
     def open(self, handle: bytes, nbytes: int) -> int:
-        if len(handle) != HANDLE_NBYTES:
-            raise DeviceError(f"expected a handle of {HANDLE_NBYTES} bytes, got {len(handle)}")
+        decoded = _decoded(handle)
+        if isinstance(decoded, LegacyHandle):
+            return self._open_legacy(decoded.ipc_handle, nbytes)
+        if self._virtual is None:
+            raise DeviceError(f"device {self._device.index} maps no memory behind descriptors")
+        _require_size(decoded.nbytes, nbytes)
+        with self._pushed():
+            return self._virtual.open(decoded)
+
+    def _open_legacy(self, handle: bytes, nbytes: int) -> int:
         named = self._cuda.CUipcMemHandle()
         ctypes.memmove(named.getPtr(), handle, HANDLE_NBYTES)
+        lazily = int(self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)  # the only flag there is
         with self._pushed():
-            (mapped,) = self._ask(
-                "cuIpcOpenMemHandle", named, int(self._cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-            )
+            (mapped,) = self._ask("cuIpcOpenMemHandle", named, lazily)
             address = int(mapped)
             try:
                 first, size = self._ask("cuMemGetAddressRange", address)
-                if int(first) != address or int(size) < nbytes:
-                    raise DeviceError(f"expected the memory of a pool of {nbytes} bytes, got {int(size)} bytes")
+                _require_size(int(size) if int(first) == address else 0, nbytes)
             except BaseException:
                 self._ask("cuIpcCloseMemHandle", address)
                 raise
@@ -108,7 +150,8 @@ class TorchDriver:
 
     def close(self, address: int) -> None:
         with self._pushed():
-            self._ask("cuIpcCloseMemHandle", address)
+            if self._virtual is None or not self._virtual.close(address):
+                self._ask("cuIpcCloseMemHandle", address)
 
     # ── order ──
     def stream(self) -> Any:
@@ -159,6 +202,12 @@ class TorchDriver:
             to, source = to.view(bits), source.view(bits)
         to.copy_(source, non_blocking=True)
 
+    def fetch(self, to: Any, address: int) -> None:
+        nbytes = to.numel() * to.element_size()
+        if nbytes:
+            with self._pushed():
+                self._ask("cuMemcpyDtoDAsync", to.data_ptr(), address, nbytes, self.stream().cuda_stream)
+
     # ── host memory ──
     def register(self, address: int, nbytes: int) -> None:
         with self._pushed():
@@ -179,6 +228,15 @@ class TorchDriver:
         return contextlib.nullcontext() if stream is None else self._torch.cuda.stream(stream)
 
     # ── within ──
+    def _can_reach(self, device: Any, other: Any) -> bool:
+        return bool(self._ask("cuDeviceCanAccessPeer", device, other)[0])
+
+    def _uuid_of(self, number: Any) -> bytes:
+        # Of a slice of a device (MIG) the older call names the whole device; newer bindings have only the newer one.
+        newest = "cuDeviceGetUuid_v2" if hasattr(self._cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+        (uuid,) = self._ask(newest, number)
+        return bytes(uuid.bytes)[:UUID_NBYTES]
+
     @contextlib.contextmanager
     def _pushed(self) -> Iterator[None]:
         self._ask("cuCtxPushCurrent", self._context)
@@ -208,6 +266,18 @@ class _Exported:
             "strides": None,
             "version": 2,  # 3 would have a stream to wait for: share() has waited
         }
+
+
+def _decoded(handle: bytes) -> LegacyHandle | DescriptorHandle:
+    try:
+        return HANDLES.decode(handle)
+    except msgspec.MsgspecError as error:
+        raise DeviceError(f"expected the handle of device memory: {error}") from None
+
+
+def _require_size(size: int, nbytes: int) -> None:
+    if size < nbytes:
+        raise DeviceError(f"expected the memory of a pool of {nbytes} bytes, got {size} bytes")
 
 
 def _what(tensor: Any) -> str:

@@ -303,6 +303,66 @@ def test_cuda_without_triton_is_refused_before_weights_are_read(model: Path, mon
     assert "Triton is not installed" in refusal(model, device="cuda")
 
 
+UUIDS = ("00112233445566778899aabbccddeeff", "ff112233445566778899aabbccddeeff")
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "text"),
+    [
+        (Devices(1, "", cuda=(12, 8)), {}, "it knows CUDA 12.8, and torch 2.13.0 is built for CUDA 13.0"),
+        (
+            Devices(2, "", UUIDS),
+            {"devices": "0,GPU-00112233", "tensor_parallel_size": 2},
+            "two workers have device 0, which NCCL refuses: expected a device for each worker, or --collectives gloo",
+        ),
+        (
+            Devices(2, "", UUIDS, apart=frozenset({(0, 1)})),
+            {"tensor_parallel_size": 2},
+            "device 0 cannot reach the memory of device 1",
+        ),
+    ],
+    ids=["an old driver", "a device by two names", "unreachable peers"],
+)
+def test_devices_that_cannot_be_used_so_are_refused(
+    model: Path, devices: Devices, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: devices)
+    monkeypatch.setattr(preflight, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
+    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
+    assert text in refusal(model, device="cuda", **options)
+
+
+def test_unreachable_devices_are_used_where_the_user_knows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices(4, "", apart=frozenset({(0, 1), (1, 2)}))
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: devices)
+    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
+    ways: list[dict[str, Any]] = [
+        {"collectives": "gloo", "tensor_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"devices": "0,2,1,3", "tensor_parallel_size": 2, "data_parallel_size": 2},
+    ]
+    for options in ways:
+        require_startable(with_model_defaults(EngineConfig(model=str(model), device="cuda", **options)))
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    require_startable(with_model_defaults(EngineConfig(model=str(model), device="cuda", tensor_parallel_size=2)))
+
+
+def test_devices_of_workers_are_known_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_devices, "cuda_devices", lambda: Devices(2, "because", UUIDS))
+    config = EngineConfig(model="m", device="cuda", devices="1,GPU-00112233", tensor_parallel_size=2)
+    assert cuda_devices.worker_devices(config) == [bytes.fromhex(UUIDS[1]), bytes.fromhex(UUIDS[0])]
+    for options in ({"device": "cuda:2"}, {}, {"device": "cuda", "devices": "GPU-99112233"}):
+        with pytest.raises(ValueError, match="expected CUDA devices of workers"):
+            cuda_devices.worker_devices(EngineConfig(model="m", **options))
+
+
+def test_triton_that_is_too_old_for_the_kernels_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(1, ""))
+    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
+    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda name: "3.5.1")
+    assert "Triton 3.5.1 is too old for the kernels" in refusal(model, device="cuda")
+
+
 def driver(answer: str) -> Callable[..., Any]:
     return lambda command, **_: subprocess.CompletedProcess(command, 0, answer, "")
 
@@ -311,9 +371,9 @@ def driver(answer: str) -> Callable[..., Any]:
     ("answer", "number", "reason"),
     [
         ("absent\n", 0, "there is no NVIDIA driver"),
-        ("0 2\n00ff\n11ff\n", 2, "finds 2 devices"),
-        ("100 0\n", 0, "finds no device"),
-        ("999 0\n", None, "answers with error 999"),
+        ("0 2 13020\n00ff 1\n11ff 0\n", 2, "finds 2 devices"),
+        ("100 0 13020\n", 0, "finds no device"),
+        ("999 0 0\n", None, "answers with error 999"),
         ("libcuda.so.1: cannot allocate memory\n", None, "cannot allocate memory"),
         ("", None, "exit status 0"),
     ],
@@ -326,6 +386,8 @@ def test_number_of_cuda_devices_is_known_only_from_nvidia_smi(
     devices = cuda_devices.cuda_devices()
     assert devices.number == number and reason in devices.reason
     assert devices.uuids == (("00ff", "11ff") if number else ())
+    assert devices.cuda == ((13, 2) if number else None)
+    assert devices.apart == ({(0, 1), (1, 0)} if number else set())
 
 
 def test_a_driver_that_cannot_be_asked_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

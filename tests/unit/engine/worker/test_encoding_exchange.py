@@ -33,7 +33,7 @@ from penstock.engine.worker.tensor_parallel import TPGroup, shard
 from penstock.engine.worker.weight_slices import HeadSlices
 from penstock.tensor import Handle
 from tests.conftest import eventually, spawn
-from tests.support.ranks import answers_of_threads
+from tests.support.ranks import answers_of_threads, results_of_threads
 
 SEEING = ("llava", "qwen2_vl", "idefics3")
 
@@ -117,6 +117,23 @@ def test_an_image_that_one_rank_cannot_encode_fails_on_all(
     assert result[0] == result[1]
     assert [result[0][number] for number in (0, 2, 3)] == [of.answers[number] for number in (0, 2, 3)]
     must_be_written_by_nobody(store)
+
+
+def test_rank_without_memory_for_a_sent_encoding_fails_it_on_all(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, empty, failing = family("llava"), ImageEncoder.empty, [True]
+
+    def allocate(encoder: ImageEncoder, length: int) -> torch.Tensor:
+        if encoder._model.ranks.rank == 1 and failing and failing.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(encoder, length)
+
+    monkeypatch.setattr(ImageEncoder, "empty", allocate)
+    results = results_of_threads(2, of, of.requests[:4], encoder=EncoderOptions("data"))
+    assert results[0].failed == results[1].failed and len(results[0].failed) == 1 and not failing
+    answered = set(range(4)) - results[0].failed
+    assert [results[0].answers[at] for at in answered] == [of.answers[at] for at in answered]
 
 
 def test_an_encoding_is_held_while_a_chunk_of_its_image_is_left(

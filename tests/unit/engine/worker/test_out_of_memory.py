@@ -21,7 +21,7 @@ from penstock.engine.worker.model_runner import ModelRunner
 def runner(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     """A runner with the control flow of a CUDA device. The CPU computes the steps."""
     runner = device(family("llama"))
-    state = SimpleNamespace(follow=lambda step: None, forgotten=0)
+    state = SimpleNamespace(forgotten=0)
 
     def forget() -> None:
         state.forgotten += 1
@@ -31,7 +31,7 @@ def runner(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> 
             runner._join(slot, batch)
 
     state.forget = forget
-    monkeypatch.setattr(runner, "_cuda", SimpleNamespace(state=state, join=join))
+    monkeypatch.setattr(runner, "_cuda", SimpleNamespace(state=state, join=join, follow=lambda step: None))
     return runner
 
 

@@ -127,13 +127,19 @@ def test_tensor_transport_is_checked_once_for_option_and_variable(
     assert config() == ("auto", 256 << 20)
     assert config("--tensor-transport", "inline") == ("inline", 0)
     assert config("--tensor-transport", "store", "--mm-processor-cache-gb", "1") == ("store", 1 << 30)
+    assert config("--tensor-transport", "device", "--device", "cuda") == ("device", 256 << 20)
     monkeypatch.setenv("PENSTOCK_TENSOR_TRANSPORT", "inline")
     assert config() == ("inline", 0)
     assert config("--tensor-transport", "auto") == ("auto", 256 << 20)
     for options, words in (
         (("--mm-processor-cache-gb", "1"), "'inline' uses no store: .* got 1073741824"),
         (("--tensor-transport", "store", "--mm-processor-cache-gb", "0"), "'store' needs a store: .* is 0"),
-        (("--tensor-transport", "device"), "expected tensor_transport to be auto, store or inline, got 'device'"),
+        (("--tensor-transport", "device"), "'device' needs device 'cuda', and a store"),
+        (
+            ("--tensor-transport", "device", "--device", "cuda", "--mm-processor-cache-gb", "0"),
+            "'device' needs device 'cuda', and a store",
+        ),
+        (("--tensor-transport", "gpu"), "expected tensor_transport to be auto, store, inline or device, got 'gpu'"),
     ):
         with pytest.raises(ValueError, match=words):
             config(*options)
@@ -247,7 +253,7 @@ def test_wrong_options_are_one_line_before_a_process_starts(capfd: Any) -> None:
             ),
             (
                 (*simulated, "--tensor-transport", "device"),
-                "expected tensor_transport to be auto, store or inline, got 'device'",
+                "tensor_transport 'device' needs device 'cuda', and a store (--mm-processor-cache-gb)",
             ),
             (
                 (*simulated, "--encoder-cache-gb", "-1"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,14 +24,17 @@ class CudaPendingStep:
         likely: TopLogprobs | None,
         failed: dict[int, FinishReason],
         prompts: tuple[PendingPromptLogprobs, ...] = (),
+        release: Callable[[], object] = lambda: None,
     ) -> None:
-        """`failed`: slots that failed before sampling, with the reasons; `out` has those that failed in sampling."""
+        """`failed`: slots that failed before sampling, with the reasons; `out` has those that failed in sampling.
+        `release`: gives back what the step has read, and is called when the step is done, by any thread."""
         # The copies are queued now: later ones would wait for the steps launched in between.
         self._out = out.to("cpu", non_blocking=True)
         self._likely = None if likely is None else likely.on_host()
         self._slots = slots
         self._failed = failed
         self._prompts = prompts
+        self._release = release
         self._device = out.device.index
         self._event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
         self._event.record(torch.cuda.current_stream(out.device))
@@ -46,6 +51,7 @@ class CudaPendingStep:
     def result(self) -> SamplerOutput:
         """Blocks until the step is done."""
         self._wait()
+        self._release()
         ids: Ints = self._out.numpy()
         failed_slots = self._slots[ids[:, 1] != 0].tolist()
         failed = {**dict.fromkeys(failed_slots, FinishReason.ERROR), **self._failed}

@@ -67,10 +67,12 @@ class DeviceState:
         self._computed = np.full(slots, -1, np.int64)
         self._rows: Index | None = None
         self._num_rows = 0  # entries of `rows` that may differ from -1
+        self._news = zeros(FIELDS * (2 * slots + 1) + 3 * slots)  # of a decode step without joins: no allocation
 
     @staticmethod
     def nbytes(slots: int, max_blocks: int, block_size: int, vocabulary: int) -> int:
-        return 4 * slots * (max_blocks * (block_size + 1) + vocabulary + int(kernels.PARAMS_SIZE.value))
+        per_slot: int = max_blocks * (block_size + 1) + vocabulary + int(kernels.PARAMS_SIZE.value) + 2 * FIELDS + 3
+        return 4 * slots * per_slot
 
     def compile(self) -> None:
         """Compiles the kernels that write: no step waits for the compiler."""
@@ -87,6 +89,14 @@ class DeviceState:
             text, generated = (ids[(ids >= 0) & (ids < self.vocabulary)] for ids in (sample.text, sample.generated))
             writes.append(Write(COUNTS, slot, text.size, np.concatenate((text, generated))))
         self._joined[slot] = writes
+
+    def news_nbytes(self) -> int:
+        """Returns the most bytes that the next `update` brings to the device."""
+        writes = [write for joined in self._joined.values() for write in joined]
+        slots = self.rows.shape[0]
+        numbers = sum(write.data.size for write in writes) + self.table.numel() + 3 * slots
+        nbytes: int = 4 * (numbers + FIELDS * (len(writes) + 3 * slots))
+        return nbytes
 
     def follow(self, step: Step) -> None:
         """Forgets blocks that the step replaces."""
@@ -142,7 +152,10 @@ class DeviceState:
             offsets,
         )
         np.concatenate([write.data for write in writes], out=numbers[FIELDS * count :], casting="same_kind")
-        on_device = news.to(self._device, non_blocking=True)
+        if news.numel() <= self._news.numel():  # kernels of earlier steps have read it before the copy, in stream order
+            on_device = self._news[: news.numel()].copy_(news, non_blocking=True)
+        else:
+            on_device = news.to(self._device, non_blocking=True)
         launcher.launch(
             kernels.write_state, (count,),
             on_device, count, self.table, self.tokens, self.computed, self.rows, self.params, self.counts,

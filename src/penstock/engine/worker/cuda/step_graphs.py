@@ -158,9 +158,6 @@ class DecodeSteps:
     def prepare(self) -> None:
         self.graphs.record(self._compute, "decode")
 
-    def is_recorded(self, rows: int) -> bool:
-        return self.graphs.padded(rows) is not None
-
     def compute(self, rows: int) -> StepLogits:
         """Computes the first so many rows of the state."""
         size = self.graphs.padded(rows)
@@ -218,11 +215,10 @@ class MixedSteps:
     def prepare(self) -> None:
         self.graphs.record(self._compute, "mixed", lambda size: self._write(size, EMPTY))
 
-    def compute(self, step: StepInput) -> StepLogits | None:
-        """Returns None if the step is larger than any graph."""
+    def compute(self, step: StepInput) -> StepLogits:
+        """Computes a step that is not larger than the largest graph."""
         size = self.graphs.padded(step.sizes.tokens)
-        if size is None:
-            return None
+        assert size is not None, "the step is larger than any graph"
         self._write(size, step.values)
         return StepLogits(self.graphs.replay(size), self._layouts[size].part(self._numbers, "sampled"))
 

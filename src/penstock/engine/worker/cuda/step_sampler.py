@@ -6,7 +6,7 @@ with biases, allowed ids, `min_tokens` or a grammar are sampled again after the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import WARNING
 from typing import TYPE_CHECKING, NamedTuple
@@ -128,9 +128,10 @@ class StepSampler:
         failed: dict[int, FinishReason],
         masks: TokenMasks | None = None,
         prompts: tuple[PendingPromptLogprobs, ...] = (),
+        release: Callable[[], object] = lambda: None,
     ) -> CudaPendingStep:
         """Samples the rows that kernels do not, after a step. `failed`: slots that failed in it. `masks`: of grammars,
-        on rank 0. `prompts`: their copies to the host are queued."""
+        on rank 0. `prompts`: their copies to the host are queued. `release`: see `CudaPendingStep`."""
         slots = batch.sampled
         out = self._out[: slots.size]
         outside = np.flatnonzero(batch.computed[slots] - self._prompt_sizes[slots] < self._after[slots])
@@ -149,7 +150,7 @@ class StepSampler:
                 where = moved(asking, out.device)
                 likely = TopLogprobs.of(result.logits[where], out[where, 0], asking, self._logprobs[slots[asking]])
         failed = failed if masks is None else {**failed, **masks.failed}
-        return CudaPendingStep(out, slots, likely, failed, prompts)
+        return CudaPendingStep(out, slots, likely, failed, prompts, release)
 
     def _sample_outside(
         self, result: StepLogits, out: Tensor, outside: Index, slots: Index, masks: TokenMasks | None

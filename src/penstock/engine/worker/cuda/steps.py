@@ -11,12 +11,13 @@ from torch import Tensor
 
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
-from penstock.engine.protocol.messages import Ints
+from penstock.engine.protocol.messages import Ints, Step
 from penstock.engine.worker.cpu_decoder import AdapterRun
 from penstock.engine.worker.cuda.attention import FEW_ROWS
 from penstock.engine.worker.cuda.state import DeviceState, JoinedSample
 from penstock.engine.worker.cuda.step_graphs import DecodeSteps, GraphRecorder, MixedSteps
 from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, InputSizes, StepInput, StepTensors, chunk_queries
+from penstock.engine.worker.cuda.step_room import StepRoom
 from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler, TokenChooser
 from penstock.engine.worker.input_batch import InputBatch, pinned
 from penstock.engine.worker.model import InputEmbeds, LoadedModel
@@ -31,7 +32,6 @@ class StepSizes(NamedTuple):
     max_blocks: int  # of a request
     tokens: int
     num_position_axes: int
-    step_nbytes: int = 0  # of the largest step without a graph; 0: unknown, or of no interest
 
     def nbytes(self, block_size: int, vocabulary: int) -> int:
         """Returns the bytes of what the device keeps by slot."""
@@ -53,7 +53,7 @@ class CudaSteps:
         sampler: Sampler | None,
     ) -> None:
         """`sampler`: of rank 0, for rows that kernels do not sample."""
-        slots, max_blocks, tokens, axes, _ = sizes
+        slots, max_blocks, tokens, axes = sizes
         samples = sampler is not None
         self.state = DeviceState(slots, max_blocks, memory.block_size, model.device, model.vocab_size, samples=samples)
         self._sampler = sampler
@@ -62,6 +62,9 @@ class CudaSteps:
         self._memory = memory
         self._queries = chunk_queries(memory, model.heads)
         self._sizes = sizes
+        self._room = StepRoom(model, tokens, slots) if model.ranks.size > 1 else None
+        self._shortage: torch.OutOfMemoryError | None = None  # of this rank, which the other ranks do not know
+        self._has_joins = False  # for which the ranks have not agreed
         self.state.compile()
         self.sampler.compile(model.logits_dtype)
         self._compile()
@@ -88,6 +91,10 @@ class CudaSteps:
         counts = batch.counts[batch.rows]
         return bool(counts.max() == 1 and counts.sum() == batch.sampled.size)
 
+    def follow(self, step: Step) -> None:
+        self.state.follow(step)
+        self._has_joins |= step.joined is not None or step.resumed is not None
+
     def join(self, slot: int, batch: BatchState, text: Ints, rope_offsets: Index | Ints) -> None:
         """A sample joins. `text`: ids of its prompt that penalties count. `rope_offsets`: `EncoderCache.offsets`."""
         params, prompt, generated = batch.params[slot], batch.prompts[slot], batch.generated[slot]
@@ -96,24 +103,33 @@ class CudaSteps:
         is_outside = self.sampler.join(slot, params, prompt.size, has_grammar=slot in batch.grammars)
         if is_outside and self._sampler is not None:
             own = msgspec.structs.replace(params, logprobs=None)  # of these rows, too, `sampler` computes them
-            self._sampler.join(slot, own, text, seed=seed, sample=sample, generated=generated)
+            try:
+                self._sampler.join(slot, own, text, seed=seed, sample=sample, generated=generated)
+            except torch.OutOfMemoryError as error:
+                if self._room is None:
+                    raise
+                self._shortage = error  # the joins of other slots have operations of all ranks
         is_penalized_here = is_penalized(params) and not is_outside
         joined = JoinedSample(prompt, text, generated, params, is_penalized_here, seed_of(seed, sample), rope_offsets)
         self.state.join(slot, joined)
 
     def decode(self, batch: BatchState) -> StepLogits:
         """Computes a decode step."""
-        if not self._decode.is_recorded(batch.sampled.size):
-            self._require_room()
+        rows = batch.sampled.size
+        self.require_room(rows, is_recorded=self._decode.graphs.padded(rows) is not None)
         self.state.update(batch, batch.sampled, is_decoding=True)
-        return self._decode.compute(batch.sampled.size)
+        return self._decode.compute(rows)
+
+    def is_recorded(self, input_batch: InputBatch) -> bool:
+        """Whether there is a graph for a step with chunks of this size."""
+        return self._mixed.graphs.padded(input_batch.slots.size) is not None
 
     def input_of(self, batch: BatchState, input_batch: InputBatch, positions: Index) -> StepInput:
         self.state.update(batch, batch.rows, is_decoding=False)
         return StepInput(input_batch, positions, batch.sampled, self._queries)
 
-    def replay(self, step: StepInput) -> StepLogits | None:
-        """Computes a step with chunks by a graph; None: there is none for it."""
+    def replay(self, step: StepInput) -> StepLogits:
+        """Computes a step with chunks by a graph."""
         return self._mixed.compute(step)
 
     def tensors(self, step: StepInput) -> StepTensors:
@@ -131,7 +147,6 @@ class CudaSteps:
     ) -> tuple[StepLogits, Tensor]:
         """Computes a step without a graph. Returns hidden states of all tokens, too. `embeds`: of its tokens, instead
         of those of their ids."""
-        self._require_room()
         hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds, runs)
         result = StepLogits(self._model.logits(hidden[tensors.last]), tensors.sampled)
         self.sampler.sample(result)
@@ -142,15 +157,22 @@ class CudaSteps:
         """Returns whether all ranks have this error in this step."""
         return isinstance(error, AgreedShortage)
 
-    def _require_room(self) -> None:
-        """Raises AgreedShortage on all ranks unless each has the memory of a step. A rank that ran out of memory within
-        a step would leave the other ranks waiting for it."""
-        ranks, has_room = self._model.ranks, True
-        if ranks.size == 1 or not self._sizes.step_nbytes:
+    def require_room(
+        self, tokens: int, *, is_recorded: bool = False, has_embeds: bool = False, likeliest: int | None = None
+    ) -> None:
+        """Raises AgreedShortage on all ranks unless each has the memory of a step: a rank that ran out of memory within
+        a step would leave the other ranks waiting. A step by a graph needs memory for joins alone. `has_embeds`,
+        `likeliest`: see `StepRoom`. All ranks call this alike."""
+        if self._room is None or (is_recorded and not self._has_joins):
             return
-        try:  # torch keeps what is freed here for the tensors of the step
-            torch.empty(self._sizes.step_nbytes, dtype=torch.uint8, device=self._model.device)
-        except torch.OutOfMemoryError:
-            has_room = False
-        if not ranks.least(int(has_room)):
-            raise AgreedShortage(f"a rank has no {self._sizes.step_nbytes} bytes for a step")
+        shortage, self._shortage = self._shortage, None
+        nbytes = 0 if is_recorded else self._room.nbytes(tokens, has_embeds=has_embeds, likeliest=likeliest)
+        nbytes += self.state.news_nbytes() if self._has_joins else 0
+        if shortage is None:
+            try:  # torch keeps what is freed here for the tensors of the step
+                torch.empty(nbytes, dtype=torch.uint8, device=self._model.device)
+            except torch.OutOfMemoryError as error:
+                shortage = error
+        self._has_joins = False
+        if not self._model.ranks.least(int(shortage is None)):
+            raise AgreedShortage(f"a rank has no {nbytes} bytes for a step") from shortage

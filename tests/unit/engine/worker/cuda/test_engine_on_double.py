@@ -42,14 +42,16 @@ from penstock.engine.protocol.messages import SamplingParams, Step  # noqa: E402
 from penstock.engine.worker import input_batch, model_runner  # noqa: E402
 from penstock.engine.worker.cuda import step_graphs  # noqa: E402
 from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
+from penstock.engine.worker.cuda.pending_step import CudaPendingStep  # noqa: E402
 from penstock.engine.worker.device import TorchPendingStep  # noqa: E402
+from penstock.engine.worker.image_encoder import ImageEncoder  # noqa: E402
 from penstock.engine.worker.input_batch import build_batch  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 from penstock.tensor import Handle  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.cuda_double import CudaDouble, Fault, Report  # noqa: E402
-from tests.support.ranks import ranks_must_answer, run_ranks  # noqa: E402
+from tests.support.ranks import Work, ranks_must_answer, run_ranks  # noqa: E402
 from tests.unit.engine.worker.test_long_answers import random_requests  # noqa: E402
 from tests.unit.engine.worker.test_odd_shapes import MODELS, odd  # noqa: E402
 from tests.unit.engine.worker.test_prompt_embeds_of_models import embedded  # noqa: E402
@@ -251,12 +253,53 @@ def test_rank_without_memory_for_a_step_fails_its_requests_on_all_ranks(
 ) -> None:
     """No rank waits for the other, and both go on."""
     of = family("qwen3")
-    results = run_ranks(2, [of], tmp_path, slice(0, 3), "cuda", tokens=2, short_at=[2])
+    results = run_ranks(2, [of], tmp_path, slice(0, 3), "cuda", Work(tokens=2, shortages={1: {2: 8192}}))
     ranks = [result[str(of.path)] for result in results]
     assert ranks[0] == ranks[1]
     failed = set(ranks[0]["failed"])
     assert 0 < len(failed) < 3
     assert all(ranks[0]["answers"][at] == of.answers[at][:2] for at in set(range(3)) - failed)
+
+
+def test_ranks_without_memory_for_joins_and_scores_go_on(family: Callable[..., Family], tmp_path: Path) -> None:
+    """Rank 0 alone has tables of penalties. Log-probabilities of prompts are computed after the step, by all ranks."""
+    of = family("qwen3")
+    params = msgspec.structs.replace(GREEDY, prompt_logprobs=2, logit_bias=((5, 1.0),), frequency_penalty=0.5)
+    requests = [request._replace(tokens=2) for request in of.requests]
+    expected = ask(device(of), requests, params=[params], budget=10).answers
+    first = {number: 512 * (1 + number // 3) for number in range(1, 10, 3)}
+    second = {number: 1024 * number for number in range(12, 60, 3)}
+    work = Work(tokens=2, params=(params,), shortages={0: first, 1: second})
+    ranks = [result[str(of.path)] for result in run_ranks(2, [of], tmp_path, slice(None), "cuda", work)]
+    assert ranks[0] == ranks[1]
+    answered = set(range(len(requests))) - set(ranks[0]["failed"])
+    assert 0 < len(answered) < len(requests)
+    assert all(ranks[0]["answers"][at] == expected[at] for at in answered)
+
+
+def test_two_ranks_on_a_device_divide_images(family: Callable[..., Family], tmp_path: Path) -> None:
+    work = Work(encoder_mode="data")
+    ranks_must_answer(2, [family("qwen2_vl")], tmp_path, slice(0, 3), device="cuda", work=work)
+
+
+def test_images_are_released_when_their_step_is_done(
+    family: Callable[..., Family], on_double: Callable[..., OnDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each result releases what its step has copied: an idle worker keeps no image."""
+    of, released, done = family("llava"), [], []
+    monkeypatch.setattr(ImageEncoder, "release_copied", lambda encoder: released.append(len(done)))
+    result = CudaPendingStep.result
+
+    def counted(pending: CudaPendingStep) -> Any:
+        before = len(released)
+        output = result(pending)
+        assert len(released) > before
+        done.append(pending)
+        return output
+
+    monkeypatch.setattr(CudaPendingStep, "result", counted)
+    assert on_double(of).ask(of.requests[:2]).answers == of.answers[:2]
+    assert done
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

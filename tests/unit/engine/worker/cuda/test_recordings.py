@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ require_interpreter()
 
 from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
 from penstock.engine.worker.cuda.step_graphs import NO_MEMORY, RECORDED, Recordings  # noqa: E402
-from penstock.engine.worker.cuda.steps import AgreedShortage, CudaSteps, StepSizes  # noqa: E402
+from penstock.engine.worker.cuda.step_room import StepRoom  # noqa: E402
+from penstock.engine.worker.cuda.steps import AgreedShortage, CudaSteps  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 from tests.support.cuda_double import CudaDouble  # noqa: E402
 
@@ -117,16 +119,61 @@ def test_all_ranks_have_no_graphs_if_one_cannot_record(double: CudaDouble) -> No
     assert Model(TwoRanks(lambda number: 0 if number == 4 else RECORDED)).record().sizes == []
 
 
+def steps_of(ranks: TPGroup) -> CudaSteps:
+    """Steps of up to 16 tokens, with 1 MiB a token and 4 MiB for log-probabilities of prompts."""
+    steps: Any = object.__new__(CudaSteps)
+    steps._model = SimpleNamespace(ranks=ranks, device=torch.device("cuda"))
+    steps.state = SimpleNamespace(news_nbytes=lambda: 1 << 10)
+    steps._shortage, steps._has_joins = None, False
+    steps._room = object.__new__(StepRoom)
+    steps._room._sizes = [(size, size << 20) for size in (4, 8, 16)]
+    steps._room._scores_nbytes, steps._room._embeds_nbytes, steps._room._slots = 4 << 20, 1 << 20, 4
+    return steps
+
+
 @pytest.mark.parametrize(("own_nbytes", "other_has_room"), [(1 << 20, True), (1 << 29, False)])
 def test_step_without_room_on_a_rank_fails_on_all_ranks_before_it(
     own_nbytes: int, other_has_room: bool, double: CudaDouble
 ) -> None:
-    ranks = TwoRanks(lambda call: int(other_has_room))
-    steps: Any = object.__new__(CudaSteps)
-    steps._model = SimpleNamespace(ranks=ranks, device=torch.device("cuda"))
-    steps._sizes = StepSizes(4, 8, 16, 1, step_nbytes=1 << 24)
-    steps._require_room() if other_has_room else None
+    steps = steps_of(TwoRanks(lambda call: int(other_has_room)))
+    steps.require_room(16) if other_has_room else None
     double.total_nbytes = double.held_nbytes + own_nbytes
     with pytest.raises(AgreedShortage) as raised:
-        steps._require_room()
+        steps.require_room(16)
     assert CudaSteps.is_agreed(raised.value) and not CudaSteps.is_agreed(torch.OutOfMemoryError())
+
+
+@pytest.mark.parametrize(
+    ("mib", "tokens", "options", "has_room"),
+    [
+        (5, 4, {}, True),
+        (5, 5, {}, False),
+        (9, 5, {}, True),
+        (9, 8, {"likeliest": 1}, False),
+        (13, 8, {"likeliest": 1}, True),
+        (13, 8, {"has_embeds": True}, False),
+        (17, 8, {"has_embeds": True}, True),
+        (0, 16, {"is_recorded": True}, True),
+    ],
+)
+def test_step_asks_for_the_memory_of_its_own_size(
+    mib: int, tokens: int, options: dict[str, Any], has_room: bool, double: CudaDouble
+) -> None:
+    """A little less than a MiB is for input and joins."""
+    steps = steps_of(TwoRanks())
+    double.total_nbytes = double.held_nbytes + (mib << 20)
+    with contextlib.nullcontext() if has_room else pytest.raises(AgreedShortage):
+        steps.require_room(tokens, **options)
+
+
+def test_shortage_of_a_join_is_agreed_also_before_a_graph(double: CudaDouble) -> None:
+    ranks = TwoRanks()
+    steps: Any = steps_of(ranks)
+    steps.require_room(4, is_recorded=True)
+    assert ranks.num_agreements == 0
+    steps._shortage, steps._has_joins = torch.OutOfMemoryError("a table"), True
+    with pytest.raises(AgreedShortage) as raised:
+        steps.require_room(4, is_recorded=True)
+    assert str(raised.value.__cause__) == "a table"
+    steps.require_room(4, is_recorded=True)
+    assert ranks.num_agreements == 1
