@@ -411,6 +411,8 @@ class EngineCore:
         row[StatusBoard.SUSPECTS] = self._gate.suspects
         row[StatusBoard.RUNNING] = running = self._batch.rows.size
         row[StatusBoard.WAITING] = max(0, scheduler.open_samples + self._gate.open_samples - running)
+        row[StatusBoard.ADAPTERS] = len(scheduler.adapters)
+        row[StatusBoard.ADAPTED] = scheduler.adapters.total()
         row[StatusBoard.PREEMPTIONS] = scheduler.preemptions
         row[StatusBoard.PREFIX_QUERIES] = scheduler.prefix_queries
         row[StatusBoard.PREFIX_HITS] = scheduler.prefix_hits

@@ -172,6 +172,7 @@ class SimulatedRunner:
         self._free_at = 0.0  # when the last step that was launched ends
         self._is_awaited = False  # a request of the last step with rows still runs
         self._grammars = LazyGrammars(Path(model), config.vocabulary, end_ids, self._open_handle)
+        self.grammar_counts = self._grammars.counts
 
     def tune(self) -> None:
         """Does nothing: no time of this device is measured."""

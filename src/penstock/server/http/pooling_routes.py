@@ -35,6 +35,7 @@ from penstock.server.chat.pooling_schema import (
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.prompt_list import separate_prompts
 from penstock.server.chat.request_schema import Conversation
+from penstock.server.chat.request_reporter import RequestReporter
 from penstock.server.chat.streaming import RequestStreams, cancel_on_disconnect, json_response
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoint, account_of
@@ -65,8 +66,10 @@ class PoolingRoutes:
         bodies: BodyReader,
         row: ProcessCounters,
         check_model: Callable[[str | None], str],
+        reporter: RequestReporter,
     ) -> None:
         """`check_model` returns the name of the model for answers, and raises ApiError for another one."""
+        self._reporter = reporter
         self._config = config
         self._options = options
         self._client = client
@@ -207,8 +210,7 @@ class PoolingRoutes:
     # ── vectors ──
     async def _vectors(self, request: Request, fields: PoolingFields, prompts: Sequence[list[int]]) -> list[Floats]:
         """Returns the vector of each prompt. Raises EngineError."""
-        logged_id = request.state.request_id if self._options.enable_log_requests else None
-        latencies = LatencyRecorder(self._row, request.state.began, logged_id)
+        latencies = LatencyRecorder(self._row, request.state.began, self._reporter.of(request))
         vectors: dict[int, Floats] = {}
         for _ in range(ATTEMPTS):
             missing = [number for number in range(len(prompts)) if number not in vectors]

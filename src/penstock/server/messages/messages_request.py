@@ -83,6 +83,10 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     signature: str = ""
 
 
+class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+    data: str  # of another server, which alone can read it
+
+
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: Id
     name: str
@@ -97,7 +101,7 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
 
 class InputMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+    content: str | list[TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]
 
 
 def _texts(content: str | list[TextBlock]) -> str:
@@ -122,7 +126,7 @@ def _chat_messages(message: InputMessage) -> list[Message]:
             calls.append(RequestToolCall(block.id, RequestFunction(block.name, block.input)))
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
-        else:
+        elif not isinstance(block, RedactedThinkingBlock):
             parts.append(_part(block))
     if parts or calls or thoughts or not messages:
         reasoning = "".join(thoughts) or None
