@@ -189,7 +189,7 @@ class OutputStream:
             last.utf8 += chunk.utf8
             last.ids += chunk.ids
             self._kept_nbytes += chunk.nbytes - CHUNK_NBYTES
-            last.reason, last.stop = chunk.reason, chunk.stop
+            last.reason, last.stop, last.calls = chunk.reason, chunk.stop, chunk.calls
         else:
             self._chunks.append(chunk)
             self._kept_nbytes += chunk.nbytes

@@ -129,8 +129,9 @@ class AnswerParser(AnswerText):
     def _read_header(self) -> Reading[str | None]:
         """Reads the header of a message: the channel, and to whom the message is. Returns an empty one for text without
         a header, and None if the answer has ended."""
-        if not self.text and not (yield from self.more()):
-            return None
+        while not self.text:
+            if not (yield from self.more()):
+                return None
         if (yield from self.accept("<|start|>")):
             yield from self.accept("assistant")
         parts: list[str] = []
