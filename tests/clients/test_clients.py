@@ -1,5 +1,7 @@
-"""Clients of others, each a script in the environment of requirements.txt, or of package.json, at a server with a random
-model."""
+"""Clients of others, each a script in the environment of requirements.txt, or of package.json, at a server.
+
+The model is random.
+"""
 
 import asyncio
 import os

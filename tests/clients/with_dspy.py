@@ -1,9 +1,10 @@
-"""DSPy: its adapters, by structured outputs where it knows that the server has them, and an agent with a tool."""
+"""DSPy: its adapters, by structured outputs, which the model must be known to have, and an agent with a tool."""
 
 import os
 from typing import Any
 
 import dspy
+import litellm
 from client_cases import MODEL, TO_THE_END, URL, Forecast, run, weather
 
 
@@ -14,9 +15,11 @@ class Ask(dspy.Signature):
     forecast: Forecast = dspy.OutputField()
 
 
-# `hosted_vllm`: litellm knows of this provider that it follows schemas.
+NAME = f"hosted_vllm/{MODEL}"
+ABLE = {"supports_function_calling": True, "supports_response_schema": True}
+litellm.register_model({NAME: {"litellm_provider": "hosted_vllm", "mode": "chat", **ABLE}})
 lm = dspy.LM(
-    f"hosted_vllm/{MODEL}",
+    NAME,
     api_base=URL,
     api_key=os.environ["OPENAI_API_KEY"],
     max_tokens=300,

@@ -1,35 +1,43 @@
 """LlamaIndex: chats, streams, completions, tools and structured answers."""
 
 import os
-from typing import Any
+from typing import Any, Literal
 
-from client_cases import MODEL, TO_THE_END, URL, Forecast, run, weather
+from client_cases import MODEL, TO_THE_END, URL, Forecast, run
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
 
 MESSAGES = [ChatMessage(role="user", content="How is the weather in Rio?")]
+
+
+def weather(city: Literal["Rio", "Bern"], days: Literal[1, 2, 3]) -> str:
+    """Weather of a city. LlamaIndex evaluates annotations here, and none that is text."""
+    return f"sunny in {city} for {days} days"
+
+
 TOOL = FunctionTool.from_defaults(weather)
 
 
-def llm(**fields: Any) -> OpenAILike:
+def llm(max_tokens: int = 300, bias: dict[str, int] = TO_THE_END, **fields: Any) -> OpenAILike:
     return OpenAILike(
         model=MODEL,
         api_base=URL,
         api_key=os.environ["OPENAI_API_KEY"],
         is_chat_model=True,
         is_function_calling_model=True,
-        max_tokens=300,
+        max_tokens=max_tokens,
         max_retries=0,
         context_window=4000,
-        additional_kwargs={"logit_bias": TO_THE_END},
+        additional_kwargs={"logit_bias": bias},
         **fields,
     )
 
 
 def chat_and_stream() -> None:
-    assert isinstance(llm().chat(MESSAGES).message.content, str)
-    assert sum(1 for _ in llm().stream_chat(MESSAGES)) >= 1
+    short = llm(max_tokens=5, bias={})
+    assert short.chat(MESSAGES).raw.usage.completion_tokens > 0
+    assert sum(1 for _ in short.stream_chat(MESSAGES)) >= 1
 
 
 def complete() -> None:

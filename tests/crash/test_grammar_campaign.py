@@ -1,4 +1,4 @@
-"""Many deaths under structured streams and streamed tool calls: each answer is, byte for byte, that of a run without one."""
+"""Many deaths under structured streams and streamed tool calls: each answer is that of a run without a death."""
 
 import asyncio
 import random

@@ -109,9 +109,7 @@ class StatusBoard(CounterSet, scope="engine"):
         "at `--max-loras`: requests for further adapters wait",
         owner=CORE,
     )
-    ADAPTED = gauge(
-        "penstock_requests_with_adapter", "sequences in the batch that have a LoRA adapter", owner=CORE
-    )
+    ADAPTED = gauge("penstock_requests_with_adapter", "sequences in the batch that have a LoRA adapter", owner=CORE)
     PREFIX_QUERIES = counter(
         "vllm:prefix_cache_queries",
         "prompt tokens that were looked up in the prefix cache, when a sequence was first admitted",

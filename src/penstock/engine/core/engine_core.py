@@ -411,11 +411,9 @@ class EngineCore:
         row[StatusBoard.SUSPECTS] = self._gate.suspects
         row[StatusBoard.RUNNING] = running = self._batch.rows.size
         row[StatusBoard.WAITING] = max(0, scheduler.open_samples + self._gate.open_samples - running)
-        row[StatusBoard.ADAPTERS] = len(scheduler.adapters)
-        row[StatusBoard.ADAPTED] = scheduler.adapters.total()
+        row[StatusBoard.ADAPTERS], row[StatusBoard.ADAPTED] = len(scheduler.adapters), scheduler.adapters.total()
         row[StatusBoard.PREEMPTIONS] = scheduler.preemptions
-        row[StatusBoard.PREFIX_QUERIES] = scheduler.prefix_queries
-        row[StatusBoard.PREFIX_HITS] = scheduler.prefix_hits
+        row[StatusBoard.PREFIX_QUERIES], row[StatusBoard.PREFIX_HITS] = scheduler.prefix_queries, scheduler.prefix_hits
         row[RESUMED_FOUND], row[RESUMED_COMPUTED] = scheduler.resumed_found, scheduler.resumed_computed
         row[StatusBoard.FREE_BLOCKS] = scheduler.cache.num_free
         row[StatusBoard.STEPS] = self._sequence.number

@@ -127,8 +127,8 @@ class AnswerParser(AnswerText):
                 self.put_back(mark if mark in MESSAGE_BEGINS else "")
 
     def _read_header(self) -> Reading[str | None]:
-        """Reads the header of a message: the channel, and to whom the message is. Returns an empty one for text without
-        a header, and None if the answer has ended."""
+        """Reads the header of a message: the channel and the recipient. Returns an empty one for text without a header,
+        and None if the answer has ended."""
         while not self.text:
             if not (yield from self.more()):
                 return None

@@ -224,7 +224,6 @@ PANELS = (
         "short",
         ("sum by (engine) (penstock_grammars_open)", "with a grammar, engine {{engine}}"),
         ("sum by (engine) (penstock_requests_with_adapter)", "with an adapter, engine {{engine}}"),
-        ("sum by (engine) (penstock_adapters_running)", "different adapters, engine {{engine}}"),
     ),
     Panel(
         "Time of grammars",
@@ -234,11 +233,10 @@ PANELS = (
         (ratio("penstock_grammar_mask_seconds", "penstock_engine_steps"), "masks of a step, engine {{engine}}"),
     ),
     Panel(
-        "Tool calls and new grammars per second",
-        "Calls in answers that have ended; grammars that the cache did not have.",
+        "Tool calls per second",
+        "Calls in answers that have ended.",
         "short",
-        ("sum by (engine) (rate(penstock_tool_calls))", "calls, engine {{engine}}"),
-        ("sum by (engine) (rate(penstock_grammars_compiled))", "grammars, engine {{engine}}"),
+        ("sum by (engine) (rate(penstock_tool_calls))", "engine {{engine}}"),
     ),
     Panel(
         "Media in flight",

@@ -34,8 +34,8 @@ from penstock.server.chat.pooling_schema import (
 )
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.prompt_list import separate_prompts
-from penstock.server.chat.request_schema import Conversation
 from penstock.server.chat.request_reporter import RequestReporter
+from penstock.server.chat.request_schema import Conversation
 from penstock.server.chat.streaming import RequestStreams, cancel_on_disconnect, json_response
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoint, account_of

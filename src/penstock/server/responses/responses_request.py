@@ -57,7 +57,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
-INCLUDED_LOGPROBS = "message.output_text.logprobs"  # all else that `include` may name is of tools and items not made here
+INCLUDED_LOGPROBS = (
+    "message.output_text.logprobs"  # all else that `include` may name is of tools and items not made here
+)
 INSTEAD = {"max_tokens": ": use max_output_tokens", "response_format": ": use text.format"}
 
 

@@ -23,7 +23,9 @@ class Bench:
     """Statistics on a page, and a core and a device that are not there."""
 
     def __init__(self) -> None:
-        device: Any = SimpleNamespace(encodings=EncodingCounts(), grammar_counts=GrammarCounts())  # that is all it is asked for
+        device: Any = SimpleNamespace(
+            encodings=EncodingCounts(), grammar_counts=GrammarCounts()
+        )  # that is all it is asked for
         self.page = StatusBoard.create(1)
         self.row = StatusBoard(self.page, writable=True).row(0)
         self.stats = DeviceStats(device, self.row)

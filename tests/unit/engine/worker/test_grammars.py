@@ -19,8 +19,8 @@ from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from penstock.engine.text.grammar import build_grammar
 from penstock.engine.text.grammar_fields import GrammarSource
 from penstock.engine.worker import grammars
-from penstock.engine.worker.grammars import MAX_COMPILED, Grammars
 from penstock.engine.worker.device import GrammarCounts
+from penstock.engine.worker.grammars import MAX_COMPILED, Grammars
 from penstock.engine.worker.simulated_device import SimulatedRunner, choose
 from penstock.tensor import Handle
 from tests.support.grammars import (
