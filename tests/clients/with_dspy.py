@@ -1,10 +1,12 @@
-"""DSPy: its adapters, by structured outputs, which the model must be known to have, and an agent with a tool."""
+"""DSPy: its adapters, by structured outputs and tools, which the provider must be declared to have.
+
+Its agents take any JSON object, in which the random model does not find their fields.
+"""
 
 import os
 from typing import Any
 
 import dspy
-import litellm
 from client_cases import MODEL, TO_THE_END, URL, Forecast, run, weather
 
 
@@ -15,11 +17,15 @@ class Ask(dspy.Signature):
     forecast: Forecast = dspy.OutputField()
 
 
-NAME = f"hosted_vllm/{MODEL}"
-ABLE = {"supports_function_calling": True, "supports_response_schema": True}
-litellm.register_model({NAME: {"litellm_provider": "hosted_vllm", "mode": "chat", **ABLE}})
+dspy.lm15.register_provider(
+    dspy.lm15.ProviderDefinition.chat(
+        dspy.lm15.AccessPolicy(provider="penstock", env_keys=("OPENAI_API_KEY",), base_url=URL),
+        compat=dspy.lm15.OpenAIChatCompat.preset("openai"),
+    ),
+    supports=dspy.lm15.ModelSupport(function_calling=True, response_schema=True),
+)
 lm = dspy.LM(
-    NAME,
+    f"penstock/{MODEL}",
     api_base=URL,
     api_key=os.environ["OPENAI_API_KEY"],
     max_tokens=300,
@@ -59,11 +65,5 @@ def native_calls() -> None:
     assert plan.calls.tool_calls[0].name == "weather"
 
 
-def react() -> None:
-    with dspy.context(adapter=dspy.JSONAdapter()):
-        answer = dspy.ReAct(Ask, tools=[weather], max_iters=2)(**QUESTION)
-    assert isinstance(answer.forecast, Forecast)
-
-
 if __name__ == "__main__":
-    run(text, json_adapter, chat_adapter, native_calls, react)
+    run(text, json_adapter, chat_adapter, native_calls)
