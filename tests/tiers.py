@@ -49,6 +49,7 @@ HANDLE_DEATHS           = choose(4,       8,       400)        # test_handles: o
 HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requests
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served cluster
 MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration: requests, while processes are killed
+STRUCTURED_DEATHS       = choose(0,       200,     2_000)      # test_grammar_campaign: under structured streams
 KEPT_KV_ROUNDS          = choose(1,       33,      300)        # test_kept_kv: of 30 requests, kept and not kept
 FORK_DEATHS             = choose(8,       1_000,   10_000)     # test_fork_server_deaths: of processes, and the server
 DEVICE_DEATHS           = choose(30,      1_000,   10_000)     # test_device_memory_deaths: of either end

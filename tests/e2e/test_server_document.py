@@ -57,13 +57,22 @@ async def test_answers_and_events_of_all_options_fit_the_openapi_document() -> N
                 assert len(ends) == options.get("n", 1)
 
 
+def pooling_options(folder: Path) -> dict[str, Any]:
+    pytest.importorskip("torch")
+    from tests.support.tiny_models import write_llama
+
+    return {"simulated": None, "model": str(write_llama(folder)), "runner": "pooling", "store_nbytes": 1 << 22}
+
+
 @tiers.needs_all
+@pytest.mark.parametrize("runner", ["generate", "pooling"])
 @pytest.mark.timeout(SECONDS)
 @in_a_loop
-async def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: Path) -> None:
+async def test_what_the_server_answers_is_what_its_document_says(runner: str, seed: int, tmp_path: Path) -> None:
     # 413, of which the document cannot say to what it belongs, is no answer to too many messages.
     limits = {"max_body_nbytes": 8 << 20}
-    async with run_server(limits, simulated=simulated_device(step_seconds=0.0), max_model_len=48) as served:
+    options = {"simulated": simulated_device(step_seconds=0.0)} if runner == "generate" else pooling_options(tmp_path)
+    async with run_server(limits, **{**options, "max_model_len": 48}) as served:
         process = await asyncio.create_subprocess_exec(
             *(str(Path(sys.executable).with_name("schemathesis")), "run"),
             *(f"http://127.0.0.1:{served.port}/openapi.json", "--header", f"Authorization: Bearer {KEY}"),

@@ -164,10 +164,11 @@ async def test_answers_keep_their_adapters_when_a_worker_is_killed(ranks: int, t
     async with launched(config) as engine, Client(engine.launcher.cluster, 0) as client:
         assert await answers(client, requests, digests) == expected
         running = asyncio.ensure_future(answers(client, requests, digests))
-        await asyncio.sleep(0.05)
-        assert not running.done()
+        await engine.until(lambda: engine.number(StatusBoard.ADAPTERS) == 2)
+        assert engine.number(StatusBoard.ADAPTED) >= 2 and not running.done()
         kill(engine, "worker", ranks - 1)
         assert await running == expected
+        await engine.until(lambda: engine.number(StatusBoard.ADAPTERS) == engine.number(StatusBoard.ADAPTED) == 0)
 
 
 @in_a_loop

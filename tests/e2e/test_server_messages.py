@@ -146,8 +146,10 @@ async def test_tools_of_messages_are_those_of_chats(tmp_path: Path) -> None:
         events = await events_of(served, **fields)
         assert json.loads(texts(events, "partial_json")) == use["input"]
         result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "sunny"}]}
-        history = [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        hidden = {"type": "redacted_thinking", "data": "x"}
+        history = [USER, {"role": "assistant", "content": [hidden, use]}, {"role": "user", "content": [result]}]
         status, message = await post(served, model=MODEL, tools=[TOOL], messages=history, max_tokens=4)
         assert status == 200 and message["stop_reason"] == "max_tokens"
+        assert await served.total("penstock_tool_calls_total") == 2  # of the whole message and of the stream
         status, body = await post(served, model=MODEL, tools=[TOOL], messages=history[:2], max_tokens=4)
         assert status == 400 and "weather" in body["error"]["message"]

@@ -59,7 +59,9 @@ async def a_response_is_the_answer_of_a_chat(served: Served) -> None:
     assert response.output_text == served.answer("user: hi\nassistant:", 6)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (response.usage.input_tokens, response.usage.output_tokens, response.usage.total_tokens) == (19, 6, 25)
+    assert (await served.client.responses.input_tokens.count(model=MODEL, input="hi")).input_tokens == 19
     fields = {"input": [{"role": "user", "content": "hi"}], "instructions": "be brief", "metadata": {"a": "b"}}
+    fields |= {"include": ["reasoning.encrypted_content"]}  # as agents ask for, and there is none
     response = await served.client.responses.create(model=MODEL, max_output_tokens=6, **fields)
     assert response.output_text == served.answer("system: be brief\nuser: hi\nassistant:", 6)
     assert response.metadata == {"a": "b"} and response.instructions == "be brief"
@@ -157,7 +159,8 @@ async def what_makes_no_sense_is_refused(served: Served) -> None:
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "parameters": {"type": "string"}}]}, "tools[0].parameters"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].tool_call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
         ({"input": "x" * 5000}, "input"),
         ({"model": "other"}, "model"),
     ):

@@ -176,6 +176,17 @@ async def what_makes_no_sense_is_refused(served: Served) -> None:
         assert caught.value.param == param, fields
 
 
+async def calls_and_grammars_are_counted(served: Served) -> None:
+    body = {"tools": TOOLS[:1], "tool_choice": NAMED, "temperature": 1.0, "max_tokens": 400, "seed": 11, "n": 2}
+    names = ("tool_calls", "grammar_masks", "grammar_mask_seconds", "grammars_compiled", "grammar_compile_seconds")
+    before = [await served.total(f"penstock_{name}_total") for name in names]
+    choices = [*await whole(served, **body), *await streamed(served, **body)]
+    after = [await served.total(f"penstock_{name}_total") for name in names]
+    assert after[0] - before[0] == sum(len(choice.calls) for choice in choices) == 4
+    assert after[1] > before[1] + 40 and after[2] > before[2] and after[3] > 0 and after[4] > 0
+    assert await served.total("penstock_grammars_open") == 0
+
+
 async def many_tools_are_answered(served: Served) -> None:
     many = [{"type": "function", "function": {"name": f"f{number}", "parameters": WEATHER}} for number in range(100)]
     (choice,) = await whole(served, tools=many, tool_choice="required", parallel_tool_calls=False, max_tokens=200)
@@ -191,6 +202,7 @@ SCENES = [
     answers_of_a_format_are_json_or_calls,
     a_conversation_with_calls_goes_on,
     what_makes_no_sense_is_refused,
+    calls_and_grammars_are_counted,
     many_tools_are_answered,
 ]
 

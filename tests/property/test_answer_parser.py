@@ -26,6 +26,7 @@ TYPES = {"f": {"n": "integer", "s": "string", "o": "object", "b": "boolean"}}
 PARTS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<think>"),
+        *("<|channel|>", "<|message|>", "<|start|>assistant", "<|end|>", " to=f", "analysis", "<|"),
         *(
             "</think>",
             "</",
@@ -122,6 +123,10 @@ def written(tools: str, calls: list[tuple[str, dict[str, object]]]) -> str:
         return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in objects)
     if tools == "mistral":
         return f"[TOOL_CALLS] [{', '.join(objects)}]"
+    if tools == "openai":
+        headers = [f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>" for name, _ in calls]
+        messages = [f"{header}{json.dumps(items)}" for header, (_, items) in zip(headers, calls, strict=True)]
+        return "<|call|><|start|>assistant".join(messages)
     if tools == "llama3_json":
         return "; ".join(objects)
     if tools == "pythonic":

@@ -68,6 +68,13 @@ TEXT: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 16, "sliding_window": 8},
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
     "gemma3_text": {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {
+        "head_dim": 16,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "mixtral": {"num_local_experts": 4},
     "qwen2_moe": {
         "num_experts": 4,

@@ -46,7 +46,7 @@ DIFFERENCES = {
     "--allowed-methods": "commas will do instead of JSON",
     "--allowed-headers": "commas will do instead of JSON",
     "--tool-call-parser": "`auto` unless it is given; `qwen3_coder` is `qwen3_xml`",
-    "--reasoning-parser": "",
+    "--reasoning-parser": "for gpt-oss its chat template sets `openai_gptoss`",
     "--allow-credentials": "refused together with the origin `*`",
     "--mm-processor-cache-gb": "one store in shared memory for all processes; 0.25 unless it is given",
     "--mm-encoder-tp-mode": "`store` is one more value, and the default on a CPU; `data` is the default on CUDA "
@@ -71,6 +71,7 @@ DIFFERENCES = {
     "--ssl-certfile": "",
     "--root-path": "",
     "--enable-log-requests": "one line for each request that ends, without prompts, parameters and answers",
+    "--otlp-traces-endpoint": "one span for each request; no times in the queue, of the prefill and of the decode",
     "--config": "",
     "--limit-mm-per-prompt": "`image` (16 unless it is given) and `video` (4); no sizes",
 }
@@ -176,7 +177,7 @@ UNSUPPORTED = (
     ),
     Absent(
         "--enable-log-outputs --disable-log-stats --max-log-len "
-        "--log-config-file --otlp-traces-endpoint --collect-detailed-traces --enable-server-load-tracking "
+        "--log-config-file --collect-detailed-traces --enable-server-load-tracking "
         "--show-hidden-metrics-for-version",
         "`/metrics`, `penstock top`, `--log-format`, `--enable-log-requests`",
     ),

@@ -97,6 +97,10 @@ def server_options(options: argparse.Namespace) -> ServerOptions:
             raise ValueError(f"{name!r} is a directory, and no MODEL is given: MODEL comes before the options")
     if "chat_template" in fields:
         fields["chat_template"] = read_chat_template(fields["chat_template"])
+    if fields.get("otlp_traces_endpoint"):
+        from penstock.server.chat.request_reporter import exporter_module
+
+        exporter_module()
     fields["api_keys"] = (*fields.get("api_keys", ()), *filter(None, [API_KEY.read()]))
     counts = options.limit_mm_per_prompt or {}
     images = ImageLimits(**option_values(ImageLimits, options), count=counts.get("image", IMAGES.count))

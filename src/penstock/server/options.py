@@ -116,6 +116,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a client that neither reads nor sends is cut off"""
     enable_log_requests: Annotated[bool, Option("logging")] = False
     """Log a line for each request that ends: id, lengths, times and reason"""
+    otlp_traces_endpoint: Annotated[str, Option("logging", metavar="URL", if_absent="none")] = ""
+    """Collector of OpenTelemetry to which each API server sends a span for each request that ends"""
     image_limits: ImageLimits = ImageLimits()
     video_limits: VideoLimits = VideoLimits()
 

@@ -191,6 +191,7 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
             await stopping.wait()
             row[ProcessCounters.SERVING] = 2
             await server.stop(cluster.config.shutdown_timeout)
+            api.close()
 
 
 def _max_connections(options: ServerOptions) -> int:

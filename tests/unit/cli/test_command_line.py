@@ -178,7 +178,8 @@ VLLM_SERVE = (
     "--gpu-memory-utilization --headless --host --limit-mm-per-prompt --lora-modules --master-addr --master-port "
     "--max-logprobs --max-lora-rank --max-loras --max-model-len --max-num-batched-tokens --max-num-seqs "
     "--mm-encoder-tp-mode --mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
-    "--override-generation-config --port --reasoning-parser --revision --root-path --runner --served-model-name "
+    "--otlp-traces-endpoint --override-generation-config --port --reasoning-parser --revision --root-path --runner "
+    "--served-model-name "
     "--shutdown-timeout --ssl-certfile --ssl-keyfile --stream-interval --tensor-parallel-size --tool-call-parser "
     "--uds"
 ).split()

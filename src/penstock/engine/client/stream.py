@@ -44,6 +44,7 @@ class OutputChunk(msgspec.Struct, eq=False):
     logprobs: Logprobs | None = None  # of these ids
     vector_handle: Handle | None = None  # of a request to a pooling engine, in its only chunk
     reasoning: int = 0  # ids of the sample's reasoning; set in the last chunk of a sample
+    calls: int = 0  # tool calls in the chunks of the sample; set in the last one
 
     @property
     def text(self) -> str:
@@ -188,7 +189,7 @@ class OutputStream:
             last.utf8 += chunk.utf8
             last.ids += chunk.ids
             self._kept_nbytes += chunk.nbytes - CHUNK_NBYTES
-            last.reason, last.stop = chunk.reason, chunk.stop
+            last.reason, last.stop, last.calls = chunk.reason, chunk.stop, chunk.calls
         else:
             self._chunks.append(chunk)
             self._kept_nbytes += chunk.nbytes
@@ -264,6 +265,7 @@ def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
             chunk.reason = FinishReason(reason)
             chunk.stop = None if finished.stops is None else finished.stops[end]
             chunk.reasoning = 0 if finished.reasoning is None else int(finished.reasoning[end])
+            chunk.calls = 0 if finished.calls is None else int(finished.calls[end])
     if delta.began is not None:
         for row, cached in zip(delta.began.rows.tolist(), delta.began.cached.tolist(), strict=True):
             chunks[row][1].cached = cached

@@ -103,6 +103,13 @@ class StatusBoard(CounterSet, scope="engine"):
         owner=CORE,
         value=_share_in_use,
     )
+    ADAPTERS = gauge(
+        "penstock_adapters_running",
+        "different LoRA adapters of the sequences in the batch",
+        "at `--max-loras`: requests for further adapters wait",
+        owner=CORE,
+    )
+    ADAPTED = gauge("penstock_requests_with_adapter", "sequences in the batch that have a LoRA adapter", owner=CORE)
     PREFIX_QUERIES = counter(
         "vllm:prefix_cache_queries",
         "prompt tokens that were looked up in the prefix cache, when a sequence was first admitted",
@@ -227,6 +234,28 @@ class StatusBoard(CounterSet, scope="engine"):
         "`step_timeout` to write it",
         "it grows: more `--encoder-cache-gb`",
         owner=RANK_0,
+    )
+    GRAMMARS_OPEN = gauge("penstock_grammars_open", "sequences in the batch that follow a grammar", owner=RANK_0)
+    GRAMMARS = counter(
+        "penstock_grammars_compiled",
+        f"grammars that were compiled, {SINCE_START}",
+        "it grows with requests: each has a schema of its own, or there are more than 256",
+        owner=RANK_0,
+    )
+    COMPILE_NS = counter(
+        "penstock_grammar_compile_seconds",
+        "seconds in which grammars were compiled, in a thread beside the steps",
+        "divided by `penstock_grammars_compiled_total`: what a grammar delays its first token by",
+        owner=RANK_0,
+        unit=1e9,
+    )
+    MASKS = counter("penstock_grammar_masks", "masks of tokens that grammars filled, one a token", owner=RANK_0)
+    MASK_NS = counter(
+        "penstock_grammar_mask_seconds",
+        "seconds in which masks were filled, beside the forward pass",
+        "divided by `penstock_engine_steps_total`: above the time of a forward pass, masks delay steps",
+        owner=RANK_0,
+        unit=1e9,
     )
 
     def __init__(self, segment: lowlevel.Segment, *, writable: bool = False) -> None:

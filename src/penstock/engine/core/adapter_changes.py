@@ -37,8 +37,8 @@ class AdapterChanges:
             self._open[change.server, change.number] = change, {}
             self._broadcast(change)
             return
-        if change.digest in self._scheduler.adapters:
-            self._scheduler.adapters[change.digest] = unloaded_text(change.name)
+        if change.digest in self._scheduler.adapter_errors:
+            self._scheduler.adapter_errors[change.digest] = unloaded_text(change.name)
             self.leaving[change.digest] = change
         self.release()
         self._answer(change.server, AdapterState(change.digest, number=change.number))
@@ -54,7 +54,7 @@ class AdapterChanges:
         event("adapter not loaded" if error else "adapter loaded", adapter=change.name, reason=error or "requested")
         if error:
             self._broadcast(replace(change, is_loaded=False))
-        self._scheduler.adapters[change.digest] = error
+        self._scheduler.adapter_errors[change.digest] = error
         self._answer(change.server, AdapterState(change.digest, error, number=change.number))
 
     def release(self) -> None:

@@ -122,7 +122,7 @@ class EngineCore:
         cache = open_cache(self._cluster.kv_files_of(self._me.group), ready, batch, self._row)
         self._scheduler = Scheduler(batch, SchedulerConfig.of(config, ready), cache)
         registry = self._cluster.adapters
-        self._scheduler.adapters = adapter_errors(ready, () if registry is None else registry.read().unloaded)
+        self._scheduler.adapter_errors = adapter_errors(ready, () if registry is None else registry.read().unloaded)
         broadcast = partial(self._steps.send, timeout=config.step_timeout)
         self._adapters = AdapterChanges(self._scheduler, len(ready), broadcast, self._outbox.send)
         self._batch = batch
@@ -427,9 +427,9 @@ class EngineCore:
         row[StatusBoard.SUSPECTS] = self._gate.suspects
         row[StatusBoard.RUNNING] = running = self._batch.rows.size
         row[StatusBoard.WAITING] = max(0, scheduler.open_samples + self._gate.open_samples - running)
+        row[StatusBoard.ADAPTERS], row[StatusBoard.ADAPTED] = len(scheduler.adapters), scheduler.adapters.total()
         row[StatusBoard.PREEMPTIONS] = scheduler.preemptions
-        row[StatusBoard.PREFIX_QUERIES] = scheduler.prefix_queries
-        row[StatusBoard.PREFIX_HITS] = scheduler.prefix_hits
+        row[StatusBoard.PREFIX_QUERIES], row[StatusBoard.PREFIX_HITS] = scheduler.prefix_queries, scheduler.prefix_hits
         row[RESUMED_FOUND], row[RESUMED_COMPUTED] = scheduler.resumed_found, scheduler.resumed_computed
         row[StatusBoard.FREE_BLOCKS] = scheduler.cache.num_free
         row[StatusBoard.STEPS] = self._sequence.number

@@ -77,8 +77,8 @@ class Scheduler:
         self._leaving: list[Sample] = []
         # ── steps ──
         self._newly_scheduled: list[int] = []  # slots that join with the step that is being planned, or get blocks
-        self._adapters = Counter[bytes]()  # how many slots have each adapter
-        self.adapters: dict[bytes, str] = {}  # why requests with an adapter are refused; "": they are not
+        self.adapters = Counter[bytes]()  # how many slots have each adapter
+        self.adapter_errors: dict[bytes, str] = {}  # why requests with an adapter are refused; "": they are not
         self._removed_slots: set[int] = set()  # rows that do not run in that step any more
         self._awaiting_result: set[int] = set()  # rows that compute nothing: all of their tokens are sampled
         self.open_samples = 0  # that have not ended
@@ -96,7 +96,7 @@ class Scheduler:
         """Queues a request. `queued_ns`: when it came. Raises RequestRefused if it can never run."""
         config, number = self._config, (submit.server, submit.request)
         check_submit(submit, config.max_model_len, config.vocabulary, config.eos_ids)
-        if submit.adapter and (error := self.adapters.get(submit.adapter, NO_ADAPTER)):
+        if submit.adapter and (error := self.adapter_errors.get(submit.adapter, NO_ADAPTER)):
             raise RequestRefused(404, error)
         if number in self._requests:
             raise RequestRefused(409, f"request {number[1]} of server {number[0]} is open already")
@@ -203,8 +203,8 @@ class Scheduler:
             sample.slot = None
             sample.request.slots.discard(slot)
             if adapter := sample.request.adapter:
-                self._adapters[adapter] -= 1
-                self._adapters += Counter()  # without those of no slot
+                self.adapters[adapter] -= 1
+                self.adapters += Counter()  # without those of no slot
             self._queue.leave_slot(sample)
         self._leaving.clear()
 
@@ -309,7 +309,7 @@ class Scheduler:
         adapter, limit = sample.request.adapter, self._config.max_loras
         if not adapter or limit is None:
             return True
-        return adapter in self._adapters or len(self._adapters) < limit
+        return adapter in self.adapters or len(self.adapters) < limit
 
     def _known(self, sample: Sample) -> int:
         return sample.num_tokens if sample.slot is None else self._in_flight.ids(sample.slot)
@@ -397,7 +397,7 @@ class Scheduler:
         self._tokens.start(sample, slot)
         sample.request.slots.add(slot)
         if sample.request.adapter:
-            self._adapters[sample.request.adapter] += 1
+            self.adapters[sample.request.adapter] += 1
         self._queue.take_slot(sample, slot)
 
     # ── steps sent and done ──

@@ -24,6 +24,7 @@ class SampleEnd(NamedTuple):
     reason: FinishReason
     stop: int | str | None = None
     reasoning: int = 0  # ids of the sample's reasoning
+    calls: int = 0  # tool calls in the chunks of the sample
 
 
 class FinishedWithoutToken(NamedTuple):
@@ -99,11 +100,13 @@ class DeltaBuilder:
         reasons = [*(end.reason for end in self.ends.values()), *(row.reason for row in without_token)]
         stops = (*(end.stop for end in self.ends.values()), *[None] * len(without_token))
         reasoning = [*(end.reasoning for end in self.ends.values()), *[0] * len(without_token)]
+        calls = [*(end.calls for end in self.ends.values()), *[0] * len(without_token)]
         return Finished(
             np.array([*ended, *range(size, size + len(without_token))], np.uint16),
             np.array(reasons, np.uint8),
             stops if any(stop is not None for stop in stops) else None,
             np.array(reasoning, np.int32) if any(reasoning) else None,
+            np.array(calls, np.int32) if any(calls) else None,
         )
 
 

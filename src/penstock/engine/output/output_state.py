@@ -280,7 +280,7 @@ class OutputState:
         parser = self._parsers.get(slot)
         pieces = [] if parser is None else self._parse(slot, parser, shown, end)
         if end is not None and parser is not None:
-            rows.ends[row] = end._replace(reasoning=int(self._reasoning[slot]))
+            rows.ends[row] = end._replace(reasoning=int(self._reasoning[slot]), calls=parser.calls)
         if self._interval > 1:
             output = HeldOutput([int(rows.ids[row])], [shown], pieces)
             if self._holds_back(slot, output, end):

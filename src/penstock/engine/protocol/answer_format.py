@@ -6,10 +6,12 @@ from collections.abc import Mapping
 
 import msgspec
 
-TOOL_FORMATS = ("hermes", "llama3_json", "mistral", "pythonic", "qwen3_xml")
+TOOL_FORMATS = ("hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3_xml")
+CHANNELS = "openai_gptoss"  # the format of reasoning of models that write in channels, calls included
 REASONING_MARKS = {  # by the name of the format: the marks before and after the reasoning
     "deepseek_r1": ("<think>", "</think>"),
     "mistral": ("[THINK]", "[/THINK]"),
+    CHANNELS: ("<|channel|>analysis<|message|>", "<|end|>"),
     "qwen3": ("<think>", "</think>"),
     "seed_oss": ("<seed:think>", "</seed:think>"),
 }
@@ -23,6 +25,10 @@ class AnswerFormat(msgspec.Struct, array_like=True, frozen=True):
     in_reasoning: bool = False  # the text begins inside the reasoning: `begins_in_reasoning`
     call_ids: str = ""  # the id of a call is a hash of this text, the sample and the call's index
     types: Mapping[str, Mapping[str, str]] = {}  # JSON type of each parameter of each tool; for qwen3_xml only
+
+    @property
+    def has_channels(self) -> bool:
+        return self.tools == "openai" or self.reasoning == CHANNELS
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""

@@ -371,6 +371,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):
     reasons: Bytes  # FinishReason
     stops: tuple[int | str | None, ...] | None = None  # the id or string that ended each; None: none of them
     reasoning: Ints | None = None  # ids of the reasoning of each; None: no request has a format of reasoning
+    calls: Ints | None = None  # tool calls in the chunks of each; None: no chunk has any
 
 
 class Began(msgspec.Struct, array_like=True, frozen=True, eq=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -14,9 +15,14 @@ from penstock.engine.text.answer_text import CallBegins as CallBegins
 from penstock.engine.text.answer_text import Content as Content
 from penstock.engine.text.answer_text import Piece as Piece
 from penstock.engine.text.answer_text import Reasoning as Reasoning
-from penstock.engine.text.call_formats import CALL_FORMATS, CallFormat
+from penstock.engine.text.call_formats import CALL_FORMATS, NAME, CallFormat
 
 MAX_READ = 256  # characters that are read at a time: each step copies the rest
+# Of the messages of gpt-oss, which follow each other in an answer.
+HEADER_END = Marks.of("<|message|>")
+MESSAGE_BEGINS = ("<|start|>", "<|channel|>")
+MESSAGE_ENDS = Marks.of("<|end|>", "<|call|>", "<|return|>", *MESSAGE_BEGINS)
+RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 MISTRAL_ID_LENGTH = 9  # letters and digits: Mistral's templates refuse other ids
 
 
@@ -74,6 +80,9 @@ class AnswerParser(AnswerText):
 
     # ── the parts of an answer ──
     def _read(self) -> Reading[None]:
+        if self._format.has_channels:
+            yield from self._read_messages()
+            return
         if self._format.reasoning is not None:
             yield from self._read_reasoning(*REASONING_MARKS[self._format.reasoning])
         if self._format.tools is None:
@@ -92,6 +101,48 @@ class AnswerParser(AnswerText):
             return
         if (yield from self.until(Marks.of(closing), self.reasoning, Run.REASONING)) is not None:
             self.is_reasoning = False
+
+    def _read_messages(self) -> Reading[None]:
+        """Reads messages in channels. Text of the channel analysis is reasoning, a message to a function is a call, and
+        all other text is content; a line end stands between the messages of a kind."""
+        mark: str | None = ""
+        kinds: set[Run] = set()
+        while mark is not None:
+            header = "analysis" if self.is_reasoning else (yield from self._read_header())
+            if header is None:
+                return
+            recipient = RECIPIENT.search(header)
+            if recipient is not None and self._format.tools is not None:
+                self.begin(recipient[1])
+                mark = yield from self.until(MESSAGE_ENDS, self.arguments, Run.ARGUMENTS)
+            else:
+                self.is_reasoning = header.startswith("analysis")
+                self.has_reasoned |= self.is_reasoning
+                write, kind = (self.reasoning, Run.REASONING) if self.is_reasoning else (self.content, Run.CONTENT)
+                write("\n" if kind in kinds else "")
+                kinds.add(kind)
+                mark = yield from self.until(MESSAGE_ENDS, write, kind)
+            if mark is not None:
+                self.is_reasoning = False
+                self.put_back(mark if mark in MESSAGE_BEGINS else "")
+
+    def _read_header(self) -> Reading[str | None]:
+        """Reads the header of a message: the channel and the recipient. Returns an empty one for text without a header,
+        and None if the answer has ended."""
+        while not self.text:
+            if not (yield from self.more()):
+                return None
+        if (yield from self.accept("<|start|>")):
+            yield from self.accept("assistant")
+        parts: list[str] = []
+        if (yield from self.accept(" to=")):
+            parts += [" to=", (yield from self.match(NAME))]
+        if not (yield from self.accept("<|channel|>")):
+            return ""
+        recipient, channel = "".join(parts), list[str]()
+        if (yield from self.until(HEADER_END, channel.append)) is None:
+            return None
+        return "".join(channel) + recipient
 
     def _read_calls(self, call_format: CallFormat) -> Reading[None]:
         """Reads content and calls. White space at the beginning, and behind a call, is content only before content."""

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.engine.protocol.answer_format import REASONING_MARKS
+from penstock.engine.protocol.answer_format import CHANNELS, REASONING_MARKS
 from penstock.engine.text.grammar_fields import CallRules, GrammarError
 
 ANY_TEXT = r"/(.|\n)*/"
@@ -36,7 +36,10 @@ def calls_text(rules: CallRules, schemas: Schemas) -> str:
     """Returns the grammar of an answer that is one or more calls, or may have calls. Raises GrammarError."""
     writer = CallWriter(rules, schemas)
     calls = writer.calls()
-    if rules.is_forced or rules.content is not None:
+    if rules.format == "openai":
+        content = ANY_TEXT if rules.content is None else "@content"
+        start = f"start: {calls}" + ("" if rules.is_forced else f" | {channel_header('final', rules.marks)} {content}")
+    elif rules.is_forced or rules.content is not None:
         start = f"start: {calls}" + ("" if rules.is_forced else " | @content")
     elif rules.format in FIRST_OF_CALLS:
         first = FIRST_OF_CALLS[rules.format]
@@ -46,16 +49,30 @@ def calls_text(rules: CallRules, schemas: Schemas) -> str:
     return "\n".join([start, *writer.rules])
 
 
-def behind_reasoning(grammars: list[dict[str, Any]], reasoning: str, is_open: bool, marks: Mapping[str, int]) -> str:
+def mark_text(mark: str, marks: Mapping[str, int]) -> str:
+    """Returns the expression of a mark. `marks`: ids of those that are special tokens."""
+    return f"<[{marks[mark]}]>" if mark in marks else quoted(mark)
+
+
+def channel_header(channel: str, marks: Mapping[str, int]) -> str:
+    return f"{mark_text('<|channel|>', marks)} {quoted(channel)} {mark_text('<|message|>', marks)}"
+
+
+def behind_reasoning(
+    grammars: list[dict[str, Any]], reasoning: str, is_open: bool, marks: Mapping[str, int], has_header: bool = False
+) -> str:
     """Returns a grammar that begins behind the reasoning. `is_open`: the answer begins inside the reasoning, and else
-    may have none. `grammars`: of the answer, as llguidance has them."""
+    may have none. `grammars`: of the answer, as llguidance has them. `has_header`: in the channel "final"."""
     opening, closing = REASONING_MARKS[reasoning]
     if closing in marks:
         think = f"think: TEXT? <[{marks[closing]}]>\nTEXT: {ANY_TEXT}"
     else:
         think = f"think[suffix={quoted(closing)}]: {ANY_TEXT}"
-    begin = f"<[{marks[opening]}]>" if opening in marks else quoted(opening)
-    start = "start: think @answer" if is_open else f"start: ({begin} think)? @answer"
+    begin, thought = mark_text(opening, marks), "think"
+    if reasoning == CHANNELS:
+        begin, thought = channel_header("analysis", marks), f'think {mark_text("<|start|>", marks)} "assistant"'
+    answer = f"{channel_header('final', marks)} @answer" if has_header else "@answer"
+    start = f"start: {thought} {answer}" if is_open else f"start: ({begin} {thought})? {answer}"
     first, *others = grammars
     wrapper = {"name": "reasoning", "lark_grammar": f"{start}\n{think}"}
     return json.dumps({"grammars": [wrapper, {**first, "name": "answer"}, *others]})
@@ -79,6 +96,9 @@ class CallWriter:
             self.rules.append(f"body: {self._alternatives(self._pythonic_call)}")
             more = '(", " body)*' if self._rules.is_parallel else ""
             return f'"[" body {more} "]"'
+        if names == "openai":  # the end of a message to a function ends the answer
+            self.rules.append(f"body: {self._alternatives(self._message_to)}")
+            return "body"
         if names == "llama3_json":  # its templates show one call in a message
             self.rules.append(f"body: {self._alternatives(self._json_call('parameters'))}")
             return "body"
@@ -102,7 +122,7 @@ class CallWriter:
 
     # ── the parts ──
     def _mark(self, mark: str) -> str:
-        return f"<[{self._rules.marks[mark]}]>" if mark in self._rules.marks else quoted(mark)
+        return mark_text(mark, self._rules.marks)
 
     def _alternatives(self, write: Callable[[int, str], str]) -> str:
         return " | ".join(write(number, name) for number, name in enumerate(self._schemas))
@@ -123,6 +143,11 @@ class CallWriter:
             return f'{begin} {in_json(self._schemas[name])} "}}"'
 
         return write
+
+    def _message_to(self, number: int, name: str) -> str:
+        header = f"{self._mark('<|channel|>')} {quoted(f'commentary to=functions.{name} ')}"
+        constraint = f'{self._mark("<|constrain|>")} "json" {self._mark("<|message|>")}'
+        return f"{header} {constraint} {in_json(self._schemas[name])}"
 
     def _named_call(self, number: int, name: str) -> str:
         return f"{quoted(name)} {self._mark('[ARGS]')} {in_json(self._schemas[name])}"

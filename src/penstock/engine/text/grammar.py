@@ -16,6 +16,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, TokenizerWrapper, grammar_from
 from msgspec.structs import replace
 
+from penstock.engine.protocol.answer_format import CHANNELS
 from penstock.engine.text.call_grammar import behind_reasoning, calls_text
 from penstock.engine.text.grammar_fields import CallRules, Grammar, GrammarError, GrammarSource, StructuralTag
 from penstock.tensor import content_key
@@ -54,7 +55,7 @@ def build_grammar(source: GrammarSource) -> Grammar:
     """Builds the text of a grammar. Raises GrammarError."""
     text = _text_of(source)
     _require_length(text, source.param)
-    return Grammar(text, content_key(b"grammar", source.kind, text))
+    return Grammar(text, content_key(b"grammar", source.kind, text), source.kind == "tool_calls")
 
 
 def _text_of(source: GrammarSource) -> str:
@@ -158,7 +159,8 @@ def _grammars(text: str) -> list[dict[str, Any]]:
 
 def grammar_behind_reasoning(grammar: Grammar, reasoning: str, is_open: bool, marks: Mapping[str, int]) -> Grammar:
     """Returns the grammar of an answer that begins with reasoning. `is_open`: inside the reasoning."""
-    text = behind_reasoning(_grammars(grammar.text), reasoning, is_open, marks)
+    has_header = reasoning == CHANNELS and not grammar.has_calls
+    text = behind_reasoning(_grammars(grammar.text), reasoning, is_open, marks, has_header)
     return Grammar(text, content_key(b"grammar", "reasoning", text))
 
 

@@ -26,6 +26,7 @@ class GrammarError(ValueError):
 class Grammar(NamedTuple):
     text: str  # as the library takes it
     key: bytes  # a hash of kind and text
+    has_calls: bool = False  # the text is of calls, or of content without a call
 
 
 class GrammarSource(NamedTuple):

@@ -52,6 +52,17 @@ class EncodingCounts:
     unshared: int = 0  # of those encoded, for which the store had no room, or another engine took too long
 
 
+@dataclass
+class GrammarCounts:
+    """What the thread of grammars has done."""
+
+    open: int = 0  # samples with a grammar
+    compiled: int = 0
+    compile_ns: int = 0
+    masks: int = 0  # rows of steps
+    mask_ns: int = 0
+
+
 class PendingStep(Protocol):
     """A step that has been launched."""
 
@@ -135,6 +146,9 @@ class Device(Protocol):
     def encodings(self) -> EncodingCounts: ...
 
     @property
+    def grammar_counts(self) -> GrammarCounts: ...
+
+    @property
     def tune_after(self) -> float | None:
         """Returns the seconds without a step after which `tune` is due; None: never."""
 
@@ -159,7 +173,8 @@ class LazyGrammars:
     def __init__(
         self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
     ) -> None:
-        self._arguments = directory, vocabulary, end_ids, open_handle
+        self.counts = GrammarCounts()
+        self._arguments = directory, vocabulary, end_ids, open_handle, self.counts
         self._grammars: Grammars | None = None
 
     def launch(self, batch: BatchState, step: Step) -> Future[TokenMasks] | None:

@@ -10,6 +10,7 @@ masks take longer than the forward pass.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +27,7 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.text.grammar import compile_grammar, has_nothing_left, model_tokenizer
+from penstock.engine.worker.device import GrammarCounts
 
 MAX_COMPILED = 256  # grammars …
 MAX_COMPILED_CHARS = 1 << 17  # … and of their texts: a compiled grammar takes 30 to 130 bytes for each
@@ -62,13 +64,19 @@ class Grammars:
     """The methods are called in the order `follow`, `begin`, `sampled`, for each step."""
 
     def __init__(
-        self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
+        self,
+        directory: Path,
+        vocabulary: int,
+        end_ids: Collection[int],
+        open_handle: Callable[[Handle], Lease],
+        counts: GrammarCounts,
     ) -> None:
         """`directory`: of the model, with its tokenizer."""
         self._directory = directory
         self._vocabulary = vocabulary
         self._end_ids = frozenset(end_ids)
         self._open_handle = open_handle
+        self._counts = counts
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the length of the text
         self._compiled_chars = 0
@@ -88,6 +96,7 @@ class Grammars:
             if handle is not None:
                 state = self._states[slot] = GrammarState(slot, handle, batch.generated[slot].tolist())
                 self._thread.submit(self._open, state)
+        self._counts.open = len(self._states)
 
     def begin(self, slots: Index) -> Future[TokenMasks] | None:
         """Begins the masks of a step, before the device computes the step. `slots`: those that sample. Returns None if
@@ -121,6 +130,7 @@ class Grammars:
         if handle.key is not None and handle.key in self._compiled:
             self._compiled.move_to_end(handle.key)
             return self._compiled[handle.key][0]
+        began = time.perf_counter_ns()
         with self._open_handle(handle) as lease:
             text = str(lease.value())
         if self._tokenizer is None:
@@ -128,6 +138,8 @@ class Grammars:
         matcher = compile_grammar(self._tokenizer, text)
         if handle.key is not None:
             self._keep(handle.key, matcher, len(text))
+        self._counts.compiled += 1
+        self._counts.compile_ns += time.perf_counter_ns() - began
         return matcher
 
     def _keep(self, key: bytes, matcher: LLMatcher, chars: int) -> None:
@@ -153,8 +165,11 @@ class Grammars:
                 masked.append((row, state, state.matcher))
         bits = allocate_token_bitmask(len(masked), self._vocabulary)
         if masked:
+            began = time.perf_counter_ns()
             matchers = [(matcher, number) for number, (_, _, matcher) in enumerate(masked)]
             fill_next_token_bitmask_par(self._executor, matchers, bits)
+            self._counts.masks += len(masked)
+            self._counts.mask_ns += time.perf_counter_ns() - began
         for number, (_, state, matcher) in enumerate(masked):
             if matcher.is_error():
                 is_stuck = has_nothing_left(matcher)

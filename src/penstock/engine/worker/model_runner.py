@@ -144,6 +144,7 @@ class ModelRunner:
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if samples else None
         self._prompts = PromptScorer(self._model)
         self._grammars = LazyGrammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
+        self.grammar_counts = self._grammars.counts
         self._masks: Future[TokenMasks] | None = None  # of the step that is launched
         if kv_file is not None and not self._model.sums_attention:
             event("kv cache is not kept", WARNING, reason="a rank may end a step before all ranks have attended")

@@ -173,6 +173,7 @@ class SimulatedRunner:
         self._free_at = 0.0  # when the last step that was launched ends
         self._is_awaited = False  # a request of the last step with rows still runs
         self._grammars = LazyGrammars(Path(model), config.vocabulary, end_ids, self._open_handle)
+        self.grammar_counts = self._grammars.counts
 
     def change_adapter(self, change: AdapterChange) -> str:
         return "a simulated device has no weights that an adapter could change"

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.engine.protocol.answer_format import REASONING_MARKS, AnswerFormat, begins_in_reasoning
+from penstock.engine.protocol.answer_format import CHANNELS, REASONING_MARKS, AnswerFormat, begins_in_reasoning
 from penstock.engine.protocol.messages import SamplingParams
 from penstock.engine.text.answer_parser import parse_answer
 from penstock.engine.text.call_grammar import is_raw
@@ -27,6 +27,7 @@ from penstock.server.options import ServerOptions
 DEFAULT_FORMAT = "hermes"
 # The first text that a chat template has tells the format in which the model writes calls.
 TELLING = (
+    ("<|channel|>", "openai"),
     ("<function=", "qwen3_xml"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
@@ -48,12 +49,15 @@ class AnswerFormats:
         parser = options.tool_call_parser
         self.tools = (format_of_template(template) or DEFAULT_FORMAT) if parser == "auto" else parser
         self.reasoning = None if options.reasoning_parser == "none" else options.reasoning_parser
+        if "openai" in (self.tools, format_of_template(template)) or self.reasoning == CHANNELS:
+            self.tools, self.reasoning = "openai", CHANNELS  # one format has both
         self._has_named_calls = "[ARGS]" in template
         marks = {
             "<tool_call>",
             "</tool_call>",
             "[TOOL_CALLS]",
             "[ARGS]",
+            *("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"),
             *REASONING_MARKS.get(self.reasoning or "", ()),
         }
         special = {} if tokenizer is None else special_tokens(tokenizer)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
-from penstock.engine.cluster.logs import event
+from penstock.server.chat.request_reporter import Report, RequestReport
 from penstock.server.status.counters import ProcessCounters, Served
 
 
@@ -33,9 +33,9 @@ class LatencyRecorder:
     Times are those at which chunks are passed on: they include the delay of a client that reads slowly.
     """
 
-    def __init__(self, row: ProcessCounters, began: float, logged_id: str | None = None) -> None:
-        """`logged_id`: of the request, which is logged when it ends; None: it is not."""
-        self._logged_id = logged_id
+    def __init__(self, row: ProcessCounters, began: float, report: Report | None = None) -> None:
+        """`report`: takes the report of the request when it ends."""
+        self._report = report
         self._row = row
         self._began = began
         self._times: dict[tuple[OutputStream, int], _Times] = {}  # by sample of a stream
@@ -68,6 +68,11 @@ class LatencyRecorder:
             reason = chunk.reason.name.lower()
             self._reasons.add(reason)
             engine.finish(reason)
+            self.count_calls(stream, chunk.calls)
+
+    def count_calls(self, stream: OutputStream, calls: int) -> None:
+        """Counts the tool calls of an answer that the server has parsed. Chunks have the number otherwise."""
+        self._row.engines[stream.group][Served.TOOL_CALLS] += calls
 
     def _count_lengths(self, stream: OutputStream, engine: Served, tokens: int) -> None:
         longest = self._longest[stream] = max(self._longest.get(stream, 0), tokens)
@@ -92,16 +97,13 @@ class LatencyRecorder:
             self._give_up(streams, "abort")
             raise
         finally:
-            if self._logged_id is not None:
-                self._log(streams, self._logged_id, reason)
+            if self._report is not None:
+                self._report(self._reported(streams.values(), reason))
 
-    def _log(self, streams: Mapping[int, OutputStream], request_id: str, reason: str) -> None:
+    def _reported(self, open_streams: Collection[OutputStream], reason: str) -> RequestReport:
         """`reason`: of the end; "": each sample has its own."""
-        open_streams = streams.values()
         first = min((times.first for times in self._times.values()), default=None)
-        event(
-            "request",
-            request_id=request_id,
+        return RequestReport(
             prompt_tokens=sum(stream.prompt_tokens for stream in open_streams),
             cached_tokens=sum(stream.cached_tokens for stream in open_streams),
             completion_tokens=sum(stream.completion_tokens for stream in open_streams),

@@ -43,6 +43,7 @@ class PieceEvents(abc.ABC):
         """`answer_format`: None where all text is content."""
         self.items: list[dict[str, Any]] = []  # complete ones, as `close` has built them
         self.texts: list[str] = []  # of the open item
+        self.calls = 0
         self.kind: ItemKind | None = None  # of the open item; None: no item is open
         self.reason: FinishReason | None = None  # None: more text will come
         self.stop: int | str | None = None  # the stop string that has ended the answer
@@ -88,6 +89,7 @@ class PieceEvents(abc.ABC):
             if kind is not self.kind or call is not None:
                 yield from self._finish_item(is_complete=True)
                 self.kind = kind
+                self.calls += call is not None
                 yield from self.open(kind, call)
             if not isinstance(piece, CallBegins):
                 self.texts.append(piece.text)
@@ -139,6 +141,7 @@ class PieceResponse(SSEResponse):
         return self._written(self._events.add(chunk.text, chunk.reason, chunk.stop))
 
     def end(self) -> bytes:
+        self._latencies.count_calls(self._stream, self._events.calls)
         return self._written(self._events.end(self._stream))
 
     def fail(self, error: ApiError) -> bytes:
@@ -148,6 +151,7 @@ class PieceResponse(SSEResponse):
         (choice,) = await collect(self._batch, 1, 1, self._latencies)
         for _ in self._events.add(choice.text, choice.reason, choice.stop):
             pass
+        self._latencies.count_calls(self._stream, self._events.calls)
         return json_response(self._events.whole(self._stream))
 
     def _written(self, events: Iterable[Event]) -> bytes:

@@ -283,6 +283,8 @@ class Conversation(NamedTuple):
                 fields["name"] = message.name
             if reasoning := message.reasoning_content or message.reasoning:
                 fields.update(reasoning_content=reasoning, reasoning=reasoning)  # templates read either
+                if not content:  # the template of gpt-oss has one or the other beside calls
+                    fields["thinking"] = reasoning
             conversation.messages.extend(results.add(place, message.role, message, fields))
         conversation.messages.extend(results.finish())
         return conversation

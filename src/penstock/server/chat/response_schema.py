@@ -310,6 +310,10 @@ class TokenCount(ResponseModel):
     input_tokens: Natural
 
 
+class ResponseTokenCount(TokenCount):
+    object: str
+
+
 class MessageErrorDetail(ResponseModel):
     type: str
     message: str
@@ -395,7 +399,7 @@ class HealthResponse(Readiness):
 ALL = (
     *(ErrorResponse, ChatCompletion, ChatChunk, TextCompletion, CompletionChunk, TokenizeResponse),
     *(EmbeddingResponse, ScoreResponse, RerankResponse, DetokenizeResponse, ServerVersion, ServerLoad),
-    *(ResponseObject, ResponseEvent, DeletedResponse, ResponseItemList),
+    *(ResponseObject, ResponseEvent, DeletedResponse, ResponseItemList, ResponseTokenCount),
     *(MessageObject, MessageEvent, TokenCount, MessageError),
     *(ModelCard, ModelList, Live, Readiness, HealthResponse),
 )

@@ -41,6 +41,7 @@ from penstock.server.chat.media_prompts import Prompt
 from penstock.server.chat.piece_events import BuildEvents, PieceResponse, PreparedChat
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.prompt_fields import PromptFields
+from penstock.server.chat.request_reporter import RequestReporter
 from penstock.server.chat.request_schema import (
     ChatRequest,
     CompletionRequest,
@@ -133,11 +134,16 @@ class ApiServer:
         self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
         self._grammars = GrammarChecker(reader, bool(config.end_ids))
         self._lora = None if adapters is None else AdapterRoutes(config, client, self._bodies, self._names, adapters)
-        checks = self._require_model, self._digest_of
-        self._pooling = PoolingRoutes(config, options, client, reader, self._bodies, self._row, *checks)
+        self._reporter = RequestReporter(options, self._name)
+        self._pooling = PoolingRoutes(
+            config, options, client, reader, self._bodies, self._row, self._find_model, self._reporter
+        )
         self._formats = AnswerFormats(options, reader.tokenizer.tool_template, reader.tokenizer.tokenizer)
         self._responses = ResponsesRoutes(self, self._bodies, reader, options, self._name, response_store)
         self._messages = MessagesRoutes(self, self._bodies, self._name)
+
+    def close(self) -> None:
+        self._reporter.close()
 
     def app(self) -> ASGIApp:
         """Returns the application. POSTs go past the layers of Starlette, a tenth of the time of a short request."""
@@ -160,6 +166,7 @@ class ApiServer:
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
             "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
             "/v1/responses": Endpoint(self._admission, "responses", generated(self._responses.create)),
+            "/v1/responses/input_tokens": Endpoint(self._admission, "responses", self._responses.count_tokens),
             "/v1/messages": Endpoint(self._admission, "messages", generated(self._messages.create), refuse),
             "/v1/messages/count_tokens": Endpoint(self._admission, "messages", self._messages.count_tokens, refuse),
         }
@@ -228,6 +235,10 @@ class ApiServer:
         """Returns the digest of the adapter that a request names; b"": it names the model."""
         adapter = self._adapters.get(model or "")
         return b"" if adapter is None else adapter.digest
+
+    def _find_model(self, name: str | None) -> tuple[str, bytes]:
+        """Returns the name for an answer, and the digest of the adapter. Raises ApiError."""
+        return self._require_model(name), self._digest_of(name)
 
     # ── what is generated ──
     async def _no_answers(self, request: Request) -> Answer:
@@ -364,8 +375,7 @@ class ApiServer:
                 raise ApiError(400, "expected printable characters at $.request_id", param="request_id")
             request.state.request_id = sampling.request_id
         request_id: str = request.state.request_id
-        logged_id = request_id if self._options.enable_log_requests else None
-        latencies = LatencyRecorder(self._row, request.state.began, logged_id)
+        latencies = LatencyRecorder(self._row, request.state.began, self._reporter.of(request, params))
         answer: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
         answer["model"] = sampling.model or self._name
         account = account_of(request, sampling.user, bool(self._options.api_keys))
@@ -497,7 +507,10 @@ class ApiServer:
         for index, choice in enumerate(choices):
             if index:
                 await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
-            answer["choices"].append(build_choice(choice, index, None if params.logprobs is None else vocabulary))
+            built = build_choice(choice, index, None if params.logprobs is None else vocabulary)
+            if calls := built.get("message", {}).get("tool_calls"):
+                latencies.count_calls(batch.streams[0], len(calls))  # a chat has one prompt
+            answer["choices"].append(built)
         answer["usage"] = usage_of(*batch.streams.values())
         if fields is not None:
             fields.add_to(answer, choices, prompts, batch.streams, vocabulary)

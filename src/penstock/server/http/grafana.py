@@ -219,6 +219,26 @@ PANELS = (
         ("sum(rate(penstock_encodings_unshared))", "not shared"),
     ),
     Panel(
+        "Grammars and adapters",
+        "Sequences in batches that follow a grammar, or have a LoRA adapter.",
+        "short",
+        ("sum by (engine) (penstock_grammars_open)", "with a grammar, engine {{engine}}"),
+        ("sum by (engine) (penstock_requests_with_adapter)", "with an adapter, engine {{engine}}"),
+    ),
+    Panel(
+        "Time of grammars",
+        "Seconds to compile a grammar, beside the steps, and to fill the masks of a step.",
+        "s",
+        (ratio("penstock_grammar_compile_seconds", "penstock_grammars_compiled"), "compile, engine {{engine}}"),
+        (ratio("penstock_grammar_mask_seconds", "penstock_engine_steps"), "masks of a step, engine {{engine}}"),
+    ),
+    Panel(
+        "Tool calls per second",
+        "Calls in answers that have ended.",
+        "short",
+        ("sum by (engine) (rate(penstock_tool_calls))", "engine {{engine}}"),
+    ),
+    Panel(
         "Media in flight",
         "Bytes of images, videos and long bodies that servers hold, by stage, and their limits (--media-mb-in-flight).",
         "bytes",

@@ -133,6 +133,7 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         "Create a message", MessagesRequest, answers.MessageObject, answers.MessageEvent, answers.MessageError
     )
     count = post("The tokens of messages", CountTokensRequest, answers.TokenCount, error=answers.MessageError)
+    count_input = post("The tokens of a response's input", ResponsesRequest, answers.ResponseTokenCount)
     chat = post("Continue a conversation", ChatRequest, response_schema.ChatCompletion, response_schema.ChatChunk)
     completion = post(
         "Continue a text", CompletionRequest, response_schema.TextCompletion, response_schema.CompletionChunk
@@ -154,6 +155,7 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         "/v1/models": {"get": get("All models", response_schema.ModelList, *OF_A_QUESTION)},
         "/v1/models/{name}": {"get": model},
         "/v1/responses": {"post": responses},
+        "/v1/responses/input_tokens": {"post": _named(count_input, "/input_tokens")},
         "/v1/responses/{response_id}": {
             "get": get("A stored response", answers.ResponseObject, 400, 404, *OF_A_QUESTION, path="response_id"),
             "delete": get("Delete a response", answers.DeletedResponse, 404, *OF_A_QUESTION, path="response_id"),

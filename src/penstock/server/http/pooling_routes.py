@@ -34,6 +34,7 @@ from penstock.server.chat.pooling_schema import (
 )
 from penstock.server.chat.prompt_builder import LONG, PromptBuilder
 from penstock.server.chat.prompt_list import separate_prompts
+from penstock.server.chat.request_reporter import RequestReporter
 from penstock.server.chat.request_schema import Conversation
 from penstock.server.chat.streaming import RequestStreams, cancel_on_disconnect, json_response
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
@@ -65,19 +66,19 @@ class PoolingRoutes:
         reader: PromptBuilder,
         bodies: BodyReader,
         row: ProcessCounters,
-        check_model: Callable[[str | None], str],
-        adapter_of: Callable[[str | None], bytes] = lambda _: b"",
+        find_model: Callable[[str | None], tuple[str, bytes]],
+        reporter: RequestReporter,
     ) -> None:
-        """`check_model` returns the name of the model for answers, and raises ApiError for another one. `adapter_of`:
-        the digest of the LoRA adapter of a name."""
+        """`find_model` returns the name of the model for answers, and the digest of its LoRA adapter (b"": none). It
+        raises ApiError for a name that is not served."""
+        self._reporter = reporter
         self._config = config
         self._options = options
         self._client = client
         self._reader = reader
         self._bodies = bodies
         self._row = row
-        self._check_model = check_model
-        self._adapter_of = adapter_of
+        self._find_model = find_model
         self._size = hidden_size_of(config)
         self._is_normalized = config.pooling == "embed" and pooling_of(config).is_normalized
         self._second_text = second_text_offset(config)
@@ -106,7 +107,7 @@ class PoolingRoutes:
         self._require("embed")
         async with self._bodies.receive(request) as body:
             fields = await self._bodies.decode(request, body, EmbeddingRequest)
-            name = self._check_model(fields.model)
+            name, _ = self._find_model(fields.model)
             if fields.dimensions is not None and self._size is not None and fields.dimensions > self._size:
                 message = f"expected dimensions from 1 to {self._size}, got {fields.dimensions}"
                 raise ApiError(400, message, param="dimensions")
@@ -124,7 +125,7 @@ class PoolingRoutes:
         self._require("embed", "classify")
         async with self._bodies.receive(request) as body:
             fields = await self._bodies.decode(request, body, ScoreRequest)
-            name, pairs = self._check_model(fields.model), fields.pairs()
+            (name, _), pairs = self._find_model(fields.model), fields.pairs()
             texts, prompts = await self._pair_prompts(pairs, fields, fields.instruction)
         vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
         scores = self._scores(pairs, texts, vectors)
@@ -135,7 +136,7 @@ class PoolingRoutes:
         self._require("embed", "classify")
         async with self._bodies.receive(request) as body:
             fields = await self._bodies.decode(request, body, RerankRequest)
-            name, pairs = self._check_model(fields.model), [(fields.query, text) for text in fields.texts]
+            (name, _), pairs = self._find_model(fields.model), [(fields.query, text) for text in fields.texts]
             texts, prompts = await self._pair_prompts(pairs, fields, fields.instruction)
         vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
         scores = self._scores(pairs, texts, vectors)
@@ -236,8 +237,7 @@ class PoolingRoutes:
     # ── vectors ──
     async def _vectors(self, request: Request, fields: PoolingFields, prompts: Sequence[list[int]]) -> list[Floats]:
         """Returns the vector of each prompt. Raises EngineError."""
-        logged_id = request.state.request_id if self._options.enable_log_requests else None
-        latencies = LatencyRecorder(self._row, request.state.began, logged_id)
+        latencies = LatencyRecorder(self._row, request.state.began, self._reporter.of(request))
         vectors: dict[int, Floats] = {}
         for _ in range(ATTEMPTS):
             missing = [number for number in range(len(prompts)) if number not in vectors]
@@ -266,7 +266,7 @@ class PoolingRoutes:
             account=account_of(request, fields.user, bool(self._options.api_keys)),
             salt=(fields.cache_salt or "").encode(),
             request_id=request.state.request_id,
-            adapter=self._adapter_of(fields.model),
+            adapter=self._find_model(fields.model)[1],
         )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from penstock.engine.text.grammar_fields import FunctionDefinition, NamedSchema, ResponseFormat, Schema, Tool
-from penstock.server.chat.request_fields import Neutral, require_neutral_fields
+from penstock.server.chat.request_fields import Neutral, refused, require_neutral_fields
 from penstock.server.chat.request_schema import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -43,7 +43,6 @@ NAMES = (
 REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "container": (),
-    "context_management": (),
     "mcp_servers": ([],),
     "n": (1,),
     "prompt_logprobs": (),
@@ -83,6 +82,10 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     signature: str = ""
 
 
+class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+    data: str  # of another server, which alone can read it
+
+
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: Id
     name: str
@@ -97,7 +100,7 @@ class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
 
 class InputMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+    content: str | list[TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]
 
 
 def _texts(content: str | list[TextBlock]) -> str:
@@ -122,7 +125,7 @@ def _chat_messages(message: InputMessage) -> list[Message]:
             calls.append(RequestToolCall(block.id, RequestFunction(block.name, block.input)))
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
-        else:
+        elif not isinstance(block, RedactedThinkingBlock):
             parts.append(_part(block))
     if parts or calls or thoughts or not messages:
         reasoning = "".join(thoughts) or None
@@ -172,6 +175,20 @@ class OutputConfig(msgspec.Struct):
     format: OutputFormat | None = None
 
 
+class ContextEdit(msgspec.Struct):
+    type: str
+
+
+class ContextManagement(msgspec.Struct):
+    edits: Annotated[list[ContextEdit], msgspec.Meta(max_length=MAX_TOOLS)] = []
+
+    def require_supported(self) -> None:
+        """Raises ApiError for an edit. Earlier thinking is the chat template's to keep or to drop."""
+        for number, edit in enumerate(self.edits):
+            if not edit.type.startswith("clear_thinking_"):
+                raise refused(f"context_management.edits[{number}]")
+
+
 def _chat_tool(where: str, tool: MessageTool) -> Tool:
     if tool.type not in (None, "custom"):
         message = f"tools of type {tool.type!r:.80} are not supported: expected custom at $.{where}.type"
@@ -208,9 +225,10 @@ class CountTokensRequest(Sampling, kw_only=True):
     metadata: MessageMetadata | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # the former name of `output_config.format`
     cache_control: Any = None
     container: Neutral = None
-    context_management: Neutral = None
+    context_management: ContextManagement | None = None
     mcp_servers: Neutral = None
     inference_geo: Any = None
 
@@ -230,6 +248,8 @@ class CountTokensRequest(Sampling, kw_only=True):
     def translate(self) -> tuple[ChatRequest, list[str]]:
         """Returns the chat for an answer, and the path of each message of the chat. Raises ApiError."""
         require_neutral_fields(self, REFUSED, INSTEAD)
+        if self.context_management is not None:
+            self.context_management.require_supported()
         messages, paths = list[Message](), list[str]()
         if self.system:
             messages, paths = [Message(role="system", content=_texts(self.system))], ["system"]
@@ -242,7 +262,7 @@ class CountTokensRequest(Sampling, kw_only=True):
     def _shared(self) -> dict[str, Any]:
         """Returns the fields of the chat besides the messages."""
         choice, output = self.tool_choice, self.output_config
-        output_format = None if output is None or output.format is None else output.format
+        output_format = self.output_format if output is None or output.format is None else output.format
         return {
             **{name: getattr(self, name) for name in Sampling.__struct_fields__},
             "stop": self.stop_sequences,

@@ -39,6 +39,7 @@ NAMES = (
     (r"max_(?:completion_)?tokens\Z", "max_output_tokens"),
     (r"reasoning_effort", "reasoning.effort"),
     (r"messages\Z", "input"),
+    (r"(input\[\d+\])\.tool_call_id", r"\1.call_id"),
     (r"(tools\[\d+\])\.function", r"\1"),
 )
 # Fields refused by name, with the values without effect.
@@ -47,7 +48,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "context_management": ([],),
     "conversation": (),
-    "include": ([],),
     "max_tokens": (),
     "n": (1,),
     "prompt": (),
@@ -57,6 +57,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+INCLUDED_LOGPROBS = (
+    "message.output_text.logprobs"  # all else that `include` may name is of tools and items not made here
+)
 INSTEAD = {"max_tokens": ": use max_output_tokens", "response_format": ": use text.format"}
 
 
@@ -285,7 +288,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     background: Neutral = None
     context_management: Neutral = None
     conversation: Neutral = None
-    include: Neutral = None
+    include: list[str] | None = None
     prompt: Neutral = None
     top_logprobs: Neutral = None
     truncation: Neutral = None
@@ -307,6 +310,8 @@ class ResponsesRequest(Sampling, kw_only=True):
     def require_supported(self) -> None:
         """Raises ApiError for a field that is refused by name."""
         require_neutral_fields(self, REFUSED, INSTEAD)
+        if INCLUDED_LOGPROBS in (self.include or ()):
+            raise refused("include", f" with {INCLUDED_LOGPROBS}")
         if self.text is not None and self.text.verbosity not in (None, "medium"):
             raise refused("text.verbosity", ": expected medium, or nothing")
 

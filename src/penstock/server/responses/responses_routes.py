@@ -72,6 +72,18 @@ class ResponsesRoutes:
         except ApiError as error:
             raise translated(error, paths, NAMES) from None
 
+    async def count_tokens(self, request: Request) -> Answer:
+        owner, paths = self._owner(request), list[str]()
+        try:
+            async with self._bodies.receive(request) as body:
+                posted = await self._bodies.decode(request, body, ResponsesRequest)
+                chat, paths = await self._run(True, lambda: self._translate(owner, posted))
+                prepared = await self._api.prepare(request, body, chat)
+        except ApiError as error:
+            raise translated(error, paths, NAMES) from None
+        prepared.prompt.release()
+        return json_response({"object": "response.input_tokens", "input_tokens": len(prepared.prompt.ids)})
+
     async def _run(self, is_long: bool, work: Callable[[], T]) -> T:
         """Runs long work in a thread."""
         return await self._reader.in_a_thread(work) if is_long else work()

@@ -57,6 +57,7 @@ class Served(CounterRow, scope="engine"):
         "errors",
         labels={"finished_reason": FINISHED_REASONS},
     )
+    TOOL_CALLS = counter("penstock_tool_calls", "tool calls in answers that have ended")
     FIRST_TOKEN = histogram(
         "vllm:time_to_first_token_seconds",
         "from a request's arrival in the server to the first token",

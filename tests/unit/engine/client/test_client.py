@@ -71,7 +71,7 @@ def test_each_row_of_a_delta_gets_its_own() -> None:
         "é".encode() + b"abc",
         counts=slots(2, 0, 3),
         samples=slots(0, 0, 1),
-        finished=Finished(slots(1, 2), np.array([2, 1], np.uint8), (None, "x"), ints(0, 7)),
+        finished=Finished(slots(1, 2), np.array([2, 1], np.uint8), (None, "x"), ints(0, 7), ints(0, 2)),
         logprobs=Logprobs(
             ints(*range(10)), np.arange(10, dtype=np.float32), ints(1, 1, 1, 1, 1), counts=ints(2, 1, 3, 2, 2)
         ),
@@ -82,7 +82,7 @@ def test_each_row_of_a_delta_gets_its_own() -> None:
     assert (start.text, start.ids, start.sample, start.reason) == ("é", [1, 2], 0, None)
     assert (other.text, other.ids, other.reason, other.stop) == ("", [], FinishReason.LENGTH, None)
     assert (last.text, last.ids, last.sample, last.reason) == ("abc", [3, 4, 5], 1, FinishReason.STOP)
-    assert (last.stop, last.cached, last.reasoning) == ("x", 16, 7) and start.cached == other.cached == 0
+    assert (last.stop, last.cached, last.reasoning, last.calls) == ("x", 16, 7, 2) and start.cached == other.cached == 0
     assert start.logprobs is not None and start.logprobs.ids.tolist() == [0, 1, 2]
     assert last.logprobs is not None and last.logprobs.ids.tolist() == [3, 4, 5, 6, 7, 8, 9]
 

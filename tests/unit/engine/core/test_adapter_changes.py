@@ -18,7 +18,7 @@ class Group:
     def __init__(self) -> None:
         self.holders: set[bytes] = set()  # adapters that open requests have
         scheduler: Any = SimpleNamespace(adapters={}, has_adapter=self.holders.__contains__)
-        self.adapters: dict[bytes, str] = scheduler.adapters
+        self.adapters: dict[bytes, str] = scheduler.adapter_errors
         self.sent: list[AdapterChange] = []
         self.answers: list[tuple[int, str]] = []
         self.changes = AdapterChanges(

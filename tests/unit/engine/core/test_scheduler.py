@@ -496,7 +496,7 @@ ADAPTERS = [bytes([number]) * 32 for number in range(3)]
 
 def test_batch_has_at_most_max_loras_adapters() -> None:
     engine_core = core(max_loras=2)
-    engine_core.scheduler.adapters |= dict.fromkeys(ADAPTERS, "")
+    engine_core.scheduler.adapter_errors |= dict.fromkeys(ADAPTERS, "")
     for number, adapter in enumerate((ADAPTERS[0], ADAPTERS[1], ADAPTERS[2], ADAPTERS[0])):
         engine_core.submit(patient(number, adapter=adapter))
     steps(engine_core, 1)
@@ -510,7 +510,7 @@ def test_batch_has_at_most_max_loras_adapters() -> None:
 
 def test_request_for_an_unknown_adapter_is_refused() -> None:
     engine_core = core()
-    engine_core.scheduler.adapters |= {ADAPTERS[0]: "", ADAPTERS[1]: "the LoRA adapter 'sql' has other files"}
+    engine_core.scheduler.adapter_errors |= {ADAPTERS[0]: "", ADAPTERS[1]: "the LoRA adapter 'sql' has other files"}
     for adapter, words in ((ADAPTERS[2], "no LoRA adapter of this content"), (ADAPTERS[1], "'sql' has other files")):
         with pytest.raises(RequestRefused, match=words):
             engine_core.submit(submit(0, adapter=adapter))

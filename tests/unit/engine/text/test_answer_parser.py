@@ -7,6 +7,8 @@ import pytest
 from penstock.engine.protocol.answer_format import AnswerFormat, begins_in_reasoning
 from penstock.engine.text.answer_parser import AnswerParser, Arguments, CallBegins, Content, ParsedAnswer, parse_answer
 
+COMMENTARY, FINAL = "<|channel|>commentary", "<|channel|>final<|message|>"
+ANALYSIS = "<|channel|>analysis<|message|>"
 TYPES = {"f": {"n": "integer", "o": "object", "b": "boolean", "s": "string"}}
 
 
@@ -53,6 +55,14 @@ def calls(tools: str, text: str) -> tuple[str, list[tuple[str, str]]]:
         ("pythonic", "[f(a=[True, None, {'k': -1.5}], )]", "", [("f", '{"a": [true, null, {"k": -1.5}]}')]),
         ("pythonic", r"[f(a='\x41\u00e9\'\n')]", "", [("f", r'{"a": "\u0041\u00e9' + r"'\n" + '"}')]),
         ("qwen3_xml", "<tool_call>\n<function=f>\n</function>\n</tool_call>", "", [("f", "{}")]),
+        ("openai", f'{COMMENTARY} to=functions.f <|constrain|>json<|message|>{{"a": 1}}', "", [("f", '{"a": 1}')]),
+        ("openai", f' to=functions.f{COMMENTARY} json<|message|>{{"a": "<"}}<|call|>', "", [("f", '{"a": "<"}')]),
+        (
+            "openai",
+            f"{COMMENTARY}<|message|>I look.<|end|><|start|>assistant to=f{COMMENTARY}<|message|>{{}}<|call|>",
+            "I look.",
+            [("f", "{}")],
+        ),
     ],
 )
 def test_calls_are_read(tools: str, text: str, content: str, expected: list[tuple[str, str]]) -> None:
@@ -184,3 +194,27 @@ CALL = AnswerFormat("hermes"), '<tool_call>{"name": "f"}</tool_call>'
 def test_unknown_format_is_an_error(field: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"expected {field} of"):
         AnswerFormat(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "reasoning"),
+    [
+        (f"{ANALYSIS}So a < b.<|end|><|start|>assistant{FINAL}Yes.<|return|>", "Yes.", "So a < b."),
+        (f"{ANALYSIS}One.<|end|><|start|>assistant{ANALYSIS}Two.<|end|><|start|>assistant{FINAL}", "", "One.\nTwo."),
+        (f"{FINAL}Yes", "Yes", ""),
+        ("Yes", "Yes", ""),
+        (f"{COMMENTARY} to=functions.f<|message|>{{}}", "{}", ""),  # the request has no tools
+        (f"{ANALYSIS}So", "", "So"),
+        ("<|channel|>ana", "", ""),
+        ("<|start|>assistant", "", ""),
+    ],
+)
+def test_channels_are_content_and_reasoning(text: str, content: str, reasoning: str) -> None:
+    assert parsed(None, text, "openai_gptoss") == ParsedAnswer(content, reasoning, [])
+
+
+def test_message_that_the_prompt_has_begun_is_reasoning() -> None:
+    assert begins_in_reasoning("openai_gptoss", f"<|start|>assistant{ANALYSIS}")
+    assert not begins_in_reasoning("openai_gptoss", "<|start|>assistant")
+    answer = parsed("openai", f"So.<|end|><|start|>assistant{FINAL}Yes", "openai_gptoss", in_reasoning=True)
+    assert answer == ParsedAnswer("Yes", "So.", [])

@@ -171,6 +171,29 @@ def test_grammar_begins_behind_the_reasoning(is_open: bool, marks: dict[str, int
         assert not accepts(behind, f"{opening}so</think>{text} and", bool(marks))
 
 
+CALL = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+FINAL = "<|channel|>final<|message|>"
+
+
+def test_answer_in_channels_is_a_call_or_final() -> None:
+    call = f'{CALL}{{"city": "Rio"}}'
+    forced, free = grammar_of(rules("openai")), grammar_of(rules("openai", is_forced=False))
+    for grammar in (forced, free):
+        assert accepts(grammar, call) and not accepts(grammar, f'{CALL}{{"town": "Rio"}}')
+        assert not accepts(grammar, "hello") and not accepts(grammar, call.replace("weather", "snow"))
+    assert accepts(free, f"{FINAL}hello") and not accepts(forced, f"{FINAL}hello")
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_grammar_begins_in_the_channel_final(is_open: bool) -> None:
+    thought = f"{'' if is_open else '<|channel|>analysis<|message|>'}so<|end|><|start|>assistant"
+    regex = build_grammar(GrammarSource("regex", "[0-9]+", "regex"))
+    for grammar, text in ((regex, f"{FINAL}12"), (grammar_of(rules("openai")), f'{CALL}{{"city": "Rio"}}')):
+        behind = grammar_behind_reasoning(grammar, "openai_gptoss", is_open, {})
+        assert accepts(behind, thought + text) and accepts(behind, text) == (not is_open)
+        assert not accepts(behind, f"{thought}12")
+
+
 @pytest.mark.parametrize("format_name", TOOL_FORMATS)
 def test_unsupported_keyword_is_refused_if_strict(format_name: str) -> None:
     unsupported = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}

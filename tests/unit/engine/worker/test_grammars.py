@@ -19,6 +19,7 @@ from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from penstock.engine.text.grammar import build_grammar
 from penstock.engine.text.grammar_fields import GrammarSource
 from penstock.engine.worker import grammars
+from penstock.engine.worker.device import GrammarCounts
 from penstock.engine.worker.grammars import MAX_COMPILED, Grammars
 from penstock.engine.worker.simulated_device import SimulatedRunner, choose
 from penstock.tensor import Handle
@@ -205,7 +206,7 @@ class GrammarSlot:
     """One slot, with a grammar."""
 
     def __init__(self, pattern: str) -> None:
-        self.grammars = Grammars(FOLDERS[0], VOCABULARY, (END, 0), Handle.open)
+        self.grammars = Grammars(FOLDERS[0], VOCABULARY, (END, 0), Handle.open, GrammarCounts())
         batch, builder = BatchState(1, 8), StepBuilder(BatchState(1, 8))
         builder.join(0, np.array([9], np.int32), SamplingParams(), [0], grammar=grammar_handle(pattern))
         step = builder.build(1, 1)

@@ -7,7 +7,7 @@ are those of transformers. `make test-all` has all of them.
 |---|---|---|
 | llama | rope, grouped heads, untied heads | qwen2, qwen3 (norms of heads), mistral (a window in every layer) |
 | gemma2 | windows in some layers, capped scores and logits, scaled embeddings, tied heads | gemma3_text (two ropes) |
-| mixtral | experts | qwen2_moe, qwen3_moe |
+| mixtral | experts | qwen2_moe, qwen3_moe, gpt_oss (sinks, a window in every second layer, biases of experts) |
 | qwen2_vl | images, three num_position_axes of positions, shapes looked at before a step | qwen2_5_vl, qwen3_vl |
 
 Images with tokens of one position (llava; idefics3 and smolvlm, which have tiles) are in the tests of images below,

@@ -42,19 +42,21 @@ def source_of(**fields: Any) -> GrammarSource | None:
         ('Respond in the format {"name": function name, "parameters": dictionary', "llama3_json"),
         ("{{- '\"parameters\": ' }}{{- tool_call.arguments | tojson }}", "llama3_json"),
         ("[func_name1(params_name1=params_value1), func_name2(params)]", "pythonic"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "openai"),
         ("{{ messages }}", None),
     ],
 )
 def test_format_of_calls_is_read_from_the_template(template: str, name: str | None) -> None:
     assert format_of_template(template) == name
     assert formats(template).tools == (name or "hermes")
-    assert formats(template, tool_call_parser="pythonic").tools == "pythonic"
+    assert formats(template, tool_call_parser="pythonic").tools == ("openai" if name == "openai" else "pythonic")
+    assert (formats(template).reasoning == "openai_gptoss") == (name == "openai")
 
 
 def test_unknown_parser_is_refused_with_the_list() -> None:
-    with pytest.raises(ValueError, match="auto, hermes, llama3_json, mistral, pythonic or qwen3_xml, got 'x'"):
+    with pytest.raises(ValueError, match="auto, hermes, llama3_json, mistral, openai, pythonic or qwen3_xml, got 'x'"):
         ServerOptions(tool_call_parser="x")
-    with pytest.raises(ValueError, match="none, deepseek_r1, mistral, qwen3 or seed_oss, got 'x'"):
+    with pytest.raises(ValueError, match="none, deepseek_r1, mistral, openai_gptoss, qwen3 or seed_oss, got 'x'"):
         ServerOptions(reasoning_parser="x")
 
 

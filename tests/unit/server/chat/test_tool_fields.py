@@ -138,6 +138,7 @@ def test_history_has_calls_results_and_reasoning() -> None:
             "content": "",
             "reasoning_content": "hm",
             "reasoning": "hm",
+            "thinking": "hm",
             "tool_calls": [call("1", '{"a": 1}'), call("2", "{}", "g")],
         },
         {"role": "tool", "content": "one", "tool_call_id": "1", "name": "f"},

@@ -63,6 +63,14 @@ OF_ALL_ENGINES = {"mm_cache_queries", "mm_cache_hits"}  # images are looked up b
 BLAME = ("penstock_trials", "penstock_trials_refused", "penstock_convictions", "penstock_quarantined_requests")
 # Name, type and labels of each other metric. Dashboards of users have them: none may change.
 OURS = {
+    "penstock_adapters_running": ("gauge", {"engine"}),
+    "penstock_grammar_compile_seconds": ("counter", {"engine"}),
+    "penstock_grammar_mask_seconds": ("counter", {"engine"}),
+    "penstock_grammar_masks": ("counter", {"engine"}),
+    "penstock_grammars_compiled": ("counter", {"engine"}),
+    "penstock_grammars_open": ("gauge", {"engine"}),
+    "penstock_requests_with_adapter": ("gauge", {"engine"}),
+    "penstock_tool_calls": ("counter", {"engine"}),
     "penstock_convictions": ("counter", set()),
     "penstock_encodings": ("counter", {"engine"}),
     "penstock_encodings_found": ("counter", {"engine"}),

@@ -83,6 +83,16 @@ def test_options_are_those_of_a_chat() -> None:
     assert chat_of(thinking={"type": "disabled"})[0].template_options == {"enable_thinking": False}
 
 
+def test_options_of_agents_change_no_chat() -> None:
+    management = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    assert chat_of(context_management=management)[0] == chat_of()[0]
+    former, _ = chat_of(output_format={"type": "json_schema", "schema": {"type": "object"}})
+    assert former.grammar_source() is not None
+    hidden = {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, USE]}
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "sunny"}]}
+    assert [message["role"] for message in messages_of(USER, hidden, result)] == ["user", "assistant", "tool"]
+
+
 def test_a_last_message_of_the_model_is_continued() -> None:
     assert chat_of(messages=[USER, {"role": "assistant", "content": "It is"}])[0].continue_final_message
     assert not chat_of()[0].continue_final_message
@@ -99,6 +109,7 @@ def test_a_last_message_of_the_model_is_continued() -> None:
         ({"tools": [{**TOOL, "name": 'a"'}]}, "tools[0].name"),
         ({"tool_choice": {"type": "often"}}, "tool_choice.type"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0]"),
         ({"stop": "end"}, "stop"),
         ({"n": 2}, "n"),
     ],

@@ -141,7 +141,7 @@ def test_options_are_those_of_a_chat() -> None:
         ({"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]}, "input[0].encrypted_content"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"input": [CALL]}, "input[0].tool_calls[0]"),
-        ({"input": [{"role": "user", "content": "hi"}, RESULT]}, "input[1].tool_call_id"),
+        ({"input": [{"role": "user", "content": "hi"}, RESULT]}, "input[1].call_id"),
         ({"input": []}, "input"),
     ],
 )
