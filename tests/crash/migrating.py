@@ -11,7 +11,7 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.options import ServerOptions
 from penstock.server.server_launcher import ServerLauncher
-from penstock.server.server_process import listen
+from penstock.server.server_start import listen
 from tests.e2e.test_server import KEY, Served
 from tests.support.engine import START, simulated_device
 from tests.support.serving import until_told
