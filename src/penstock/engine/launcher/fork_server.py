@@ -26,7 +26,9 @@ from typing import Any
 from penstock import DeathCause
 from penstock.engine.cluster import forking
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.process import prctl, spawn_process
+from penstock.engine.cluster.process import prctl
+from penstock.engine.cluster.spawning import inherited
+from penstock.engine.launcher import early_fork_server
 from penstock.engine.launcher.back_off import BackOff
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
@@ -63,22 +65,17 @@ class ForkServerProcess:
     @classmethod
     def start(cls, imports: Callable[[], object]) -> ForkServerProcess:
         """Raises OSError."""
-        local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        launched = early_fork_server.take()
+        process = launched.process
+        assert process.pid is not None, "it has been started"
         try:
-            with remote:
-                process = spawn_process(forking.serve_forks, (imports, remote, os.getpid()), "fork server")
-            assert process.pid is not None, "it has been started"
-            try:
-                pidfd = os.pidfd_open(process.pid)
-            except OSError:
-                process.kill()
-                process.join()
-                raise
+            forking.send_imports(launched.connection, imports)
+            pidfd = os.pidfd_open(process.pid)
         except BaseException:
-            local.close()
+            launched.end()
             raise
-        local.settimeout(REPLY_TIMEOUT_S)
-        return cls(process, pidfd, local, inherited(), time.monotonic())
+        launched.connection.settimeout(REPLY_TIMEOUT_S)
+        return cls(process, pidfd, launched.connection, launched.inherited, launched.started)
 
     @property
     def is_stopped(self) -> bool:
@@ -266,25 +263,18 @@ def adopting_orphans() -> Iterator[None]:
 
 def reap_forks(name: str) -> None:
     """Kills forks of an ended fork server with unknown pids, by the name that a fork has until its request runs."""
+    while _reap_listed(name):  # a fork that was listed may have forked since
+        pass
+
+
+def _reap_listed(name: str) -> bool:
+    """Returns whether a fork was there."""
+    has_reaped = False
     for children in Path("/proc/self/task").glob("*/children"):  # none: the kernel lists no children
         for pid in children.read_text().split():
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() == name:
                     os.kill(int(pid), signal.SIGKILL)
                     os.waitpid(int(pid), 0)
-
-
-def inherited() -> tuple[object, ...]:
-    """Returns the facts that a process inherits. A fork inherits them from the fork server, not from the launcher."""
-    streams = []
-    for fd in range(3):
-        with contextlib.suppress(OSError):  # it is closed
-            status = os.fstat(fd)
-            streams.append((fd, status.st_dev, status.st_ino))
-    texts = []
-    for name in ("cgroup", "limits", "oom_score_adj"):
-        with contextlib.suppress(OSError):
-            texts.append(Path(f"/proc/self/{name}").read_text())
-    directory = os.readlink("/proc/self/cwd")
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    return dict(os.environ), directory, os.sched_getaffinity(0), nice, streams, texts
+                    has_reaped = True
+    return has_reaped

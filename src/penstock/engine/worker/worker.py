@@ -115,11 +115,16 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
     )
 
 
+def import_engine() -> None:
+    """Imports what `device_of` imports, for any model."""
+    set_openmp_waits()
+    from penstock.engine.worker import model_runner, tensor_parallel  # noqa: F401
+
+
 def import_device(config: EngineConfig) -> None:
     """Imports what `device_of` and the model of its device import. Computes nothing, and opens no device."""
     if config.simulated is None:
-        set_openmp_waits()
-        from penstock.engine.worker import model_runner, tensor_parallel  # noqa: F401
+        import_engine()
         from penstock.engine.worker.model import import_family
 
         import_family(Path(config.model))
