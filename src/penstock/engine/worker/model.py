@@ -246,7 +246,6 @@ def import_family(path: Path) -> None:
     is_vision = config.model_type in VISION
     with torch.device("meta"), without_compiler():
         (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
-        torch.empty(1).normal_()  # imports reference operators and sympy, which take 0.6 s
 
 
 def load_on_cpu(
