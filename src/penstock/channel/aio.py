@@ -321,39 +321,30 @@ class AsyncReceiver(_AsyncEnd, Generic[R]):
 
     def deliver(self, handle: Callable[[R], object], fail: Callable[[Exception], bool]) -> None:
         """Delivers all messages from now on, from callbacks of the running event loop: without a task, which takes as
-        long to wake as a short message takes to handle.
+        long to wake as a short message takes to handle. `close` ends the delivery.
 
         Args:
             handle: gets each message.
-            fail: gets each error that `receive` would raise, or that `handle` raises, and returns whether further
-                messages are to be delivered. `close` ends the delivery without an error.
+            fail: gets an error of `receive`, or of `handle`; returns whether further messages are to be delivered.
 
         Raises:
             RuntimeError: no event loop runs.
 
         Examples:
             >>> async def main(ring):
-            ...     messages, has_come = [], asyncio.Event()
-            ...     def handle(message):
-            ...         messages.append(message)
-            ...         has_come.set()
-            ...     with contextlib.closing(ring.open_async_receiver()) as receiver:
-            ...         receiver.deliver(handle, lambda error: False)
-            ...         await has_come.wait()
-            ...     return messages
+            ...     async with ring.open_async_receiver() as receiver:
+            ...         receiver.deliver(print, lambda error: False)
+            ...         await asyncio.sleep(0.01)
             >>> ring = Ring()
             >>> ring.open_sender().send(b"step")
             >>> asyncio.run(main(ring))
-            [b'step']
+            b'step'
         """
         loop = asyncio.get_running_loop()
         self._turn.is_taken = True  # no task receives beside
         self._delivery = handle, fail
         self._add_waiter(loop)  # never woken: it lets the alarm poll
-        self._schedule_delivery(loop, 0.0)
-
-    def _schedule_delivery(self, loop: asyncio.AbstractEventLoop, pause: float) -> None:
-        self._next_delivery = loop.call_later(pause, self._wake_all) if pause else loop.call_soon(self._wake_all)
+        self._next_delivery = loop.call_soon(self._wake_all)
 
     def _wake_all(self) -> None:
         if self._delivery is None or self._loop is None:
@@ -363,7 +354,7 @@ class AsyncReceiver(_AsyncEnd, Generic[R]):
             self._next_delivery = None
         pause = self._deliver(*self._delivery)
         if pause is not None and self._loop is not None:
-            self._schedule_delivery(self._loop, pause)
+            self._next_delivery = self._loop.call_later(pause, self._wake_all)
         return None
 
     def _deliver(self, handle: Callable[[R], object], fail: Callable[[Exception], bool]) -> float | None:

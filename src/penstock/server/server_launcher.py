@@ -1,6 +1,6 @@
 """`penstock serve`: starts the engine's processes and the API servers behind one socket, until a signal drains them.
 
-`engine.launcher.launcher` starts and restarts processes, and `server_start` has what a server process is started with.
+`engine.launcher.launcher` starts and restarts processes, and `server_start` the main function of a server.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from penstock.engine.launcher.preflight import require_packages, require_startab
 from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.nodes.group_link import node_secret, node_tls
 from penstock.engine.protocol.config import EngineConfig
+from penstock.server.listening import ServerArgs, listen, tls_context
 from penstock.server.options import RESERVED, ServerOptions
 from penstock.server.placed_nodes import PlacedNodes
-from penstock.server.server_start import ServerArgs, listen, open_response_store, serve, tls_context
+from penstock.server.server_start import open_response_store, serve
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 from penstock.server.status.history import EventRecorder, ServerHistory
 from penstock.server.status.history_recorder import HistoryRecorder

@@ -29,8 +29,8 @@ from penstock.server.http.http_server import HttpServer
 from penstock.server.http.loop_errors import LoopErrors
 from penstock.server.http.pooling_routes import RERANK_TEMPLATE
 from penstock.server.http.segment_metrics import SegmentMetrics
+from penstock.server.listening import BACKLOG, ServerArgs, tls_context
 from penstock.server.options import ServerOptions
-from penstock.server.server_start import BACKLOG, ServerArgs, tls_context
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 from penstock.server.status.history import EventRecorder, ServerHistory
 

@@ -269,13 +269,8 @@ class EngineCore:
         if not self._is_of_another(message):
             return self._process(message)
         server = self._inbox.source
-        event(
-            "message under another server's number",
-            logging.ERROR,
-            server=server,
-            says=message.server,
-            message=type(message).__name__,
-        )
+        names = {"says": message.server, "message": type(message).__name__}
+        event("message under another server's number", logging.ERROR, server=server, **names)
         if isinstance(message, Submit):
             self._fail(
                 server, message.request, RequestRefused(400, f"server {server} asked as server {message.server}")

@@ -1,7 +1,7 @@
-"""The process of the fork server, which `penstock serve` starts before it reads its options.
+"""Starts the process of the fork server: for `penstock serve` before the options are read.
 
-The process imports torch and transformers, most of the time of a start, beside the launcher's own imports. Nothing is
-imported here that takes long. `fork_server` tells the process what else to import.
+The process imports torch and transformers, most of the time of a start, beside the imports of the launcher. This module
+imports little. `fork_server` sends the process all further imports.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from penstock.engine.cluster.spawning import inherited, spawn_process
 
-# With an option that begins so, the device may be another, or nothing starts.
+# Options that may choose another device, or no start at all.
 EXCLUDED = ("--device", "--fork-server", "--config", "--help", "-h")
 
 
@@ -34,7 +34,7 @@ class LaunchedProcess(NamedTuple):
         self.process.close()
 
 
-_early: list[LaunchedProcess] = []  # one, until it is taken
+_early: list[LaunchedProcess] = []  # at most 1 process, until `take`
 
 
 def launch(first: Callable[[], object]) -> LaunchedProcess:
@@ -51,7 +51,7 @@ def launch(first: Callable[[], object]) -> LaunchedProcess:
 
 
 def start_early(words: Sequence[str]) -> None:
-    """Starts the process for a command with these words, unless they may ask for another device."""
+    """Starts the process for a command with the arguments `words`, unless an option may choose another device."""
     if not any(word.startswith(EXCLUDED) for word in words):
         with contextlib.suppress(OSError):  # the launcher tries again, and reports the error
             _early.append(launch(import_engine))
@@ -59,7 +59,7 @@ def start_early(words: Sequence[str]) -> None:
 
 
 def take() -> LaunchedProcess:
-    """Returns the process that was started early, or starts a process. Raises OSError."""
+    """Returns the early process, or starts a process. Raises OSError."""
     launched = _early.pop() if _early else None
     if launched is not None and (launched.process.exitcode is not None or launched.inherited != inherited()):
         launched.end()
@@ -68,7 +68,7 @@ def take() -> LaunchedProcess:
 
 
 def end_early() -> None:
-    """Ends the process, if it was started early and is not needed."""
+    """Ends an early process that no fork server has taken."""
     while _early:
         _early.pop().end()
 

@@ -235,23 +235,21 @@ class OutputState:
         return Outputs(deltas, aborts)
 
     def _process_few(self, tokens: Tokens) -> Outputs | None:
-        """Answers a message of few rows for one server. Returns None, and changes nothing, unless each row gets a text
-        of the tables, and nothing else."""
+        """Answers a message for one server; None, and no change, if a row gets more than a text of the tables."""
         if tokens.ended or tokens.logprobs is not None or tokens.prompt_logprobs or self._cached:
             return None
         slots, ids = self._slots.tolist(), tokens.ids.tolist()
         server, texts = int(self._servers[slots[0]]), list[bytes]()
         for slot, token_id in zip(slots, ids, strict=True):
-            text = self._table_text(slot, token_id) if self._servers[slot] == server else None
-            if text is None:
+            if self._servers[slot] != server or (text := self._table_text(slot, token_id)) is None:
                 return None
             texts.append(text)
         for slot in slots:
             self._generated[slot] += 1
-        requests, samples = [self._requests[slot] for slot in slots], [self._samples[slot] for slot in slots]
-        numbers = np.array([*requests, *map(len, texts), *ids], np.int32)
-        indices = np.array(samples, np.uint16) if any(samples) else None
-        return Outputs([(server, Delta(len(slots), numbers, b"".join(texts), samples=indices))], [])
+        numbers = np.array([*(self._requests[slot] for slot in slots), *map(len, texts), *ids], np.int32)
+        samples = np.array([self._samples[slot] for slot in slots], np.uint16)
+        delta = Delta(len(slots), numbers, b"".join(texts), samples=samples if samples.any() else None)
+        return Outputs([(server, delta)], [])
 
     def _table_text(self, slot: int, token_id: int) -> bytes | None:
         """Returns the text of an id that `_write` would take from the tables; None: it would not."""
@@ -262,9 +260,9 @@ class OutputState:
         if not vocabulary.is_whole[place] or vocabulary.masks[place] & (self._firsts[slot] | self._marks[slot]):
             return None
         writer = self._writers[slot]
-        if kind == PLAIN or writer is None:
-            return vocabulary.texts[place]
-        return vocabulary.quoted[place].join(writer.frame) if vocabulary.is_seen[place] else None
+        if kind == WRAPPED and writer is not None:
+            return vocabulary.quoted[place].join(writer.frame) if vocabulary.is_seen[place] else None
+        return vocabulary.texts[place]
 
     def _aborts(self, slots: Index) -> list[Abort]:
         servers = self._servers[slots]
@@ -423,9 +421,8 @@ class OutputState:
             own_rows = rows if where.size == servers.size else rows.of(where)
             columns = self._requests[own_rows.slots], self._samples[own_rows.slots]
             began = self._began(own_rows.slots) if self._cached else None
-            deltas.append(
-                (server, own_rows.delta(*columns, [row for row in without_token if row.server == server], began))
-            )
+            ended = [row for row in without_token if row.server == server]
+            deltas.append((server, own_rows.delta(*columns, ended, began)))
         return deltas
 
     def _prompt_deltas(self, prompts: tuple[PromptLogprobs, ...]) -> list[tuple[int, Delta]]:

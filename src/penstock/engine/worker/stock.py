@@ -27,7 +27,7 @@ HIDDEN = (
 )
 # Functions and methods by which stock modules fill new parameters: those of torch, and of transformers in their place.
 DRAWS = {f"{way}{draw}_" for way in ("", "kaiming_", "xavier_") for draw in ("normal", "uniform")} | {"trunc_normal_"}
-MADE = {torch.arange, torch.rand, torch.randn}  # new tensors with values, on the meta device with much work in Python
+CREATED = {torch.arange, torch.rand, torch.randn}  # new tensors with values: on the meta device much work in Python
 IS_FIRST = "transformers" not in sys.modules  # else transformers imports the packages that it has found
 
 
@@ -57,9 +57,9 @@ class WithoutDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(function, "__name__", "") in DRAWS and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
             return tensor
-        if function in MADE and "device" not in kwargs and torch.get_default_device().type == "meta":
-            made = function(*args, **kwargs, device="cpu")
-            return made if function is torch.arange else torch.empty_like(made, device="meta")
+        if function in CREATED and "device" not in kwargs and torch.get_default_device().type == "meta":
+            values = function(*args, **kwargs, device="cpu")
+            return values if function is torch.arange else torch.empty_like(values, device="meta")
         return function(*args, **kwargs)
 
 
