@@ -3,6 +3,7 @@
 A process that is spawned imports this file too.
 """
 
+import importlib.util
 import sys
 
 from penstock import command_signals
@@ -15,6 +16,10 @@ def main() -> int:
         from penstock import standard_streams
 
         standard_streams.guard()
+        if importlib.util.find_spec("penstock.engine") is not None:  # the build of the data plane has none
+            from penstock.engine.launcher import early_fork_server
+
+            early_fork_server.start_early(sys.argv[2:])
     from penstock.cli import main as run
 
     return run()

@@ -9,9 +9,9 @@ from typing import Any
 from penstock.engine.client.client import Client
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig
+from penstock.server.listening import listen
 from penstock.server.options import ServerOptions
 from penstock.server.server_launcher import ServerLauncher
-from penstock.server.server_process import listen
 from tests.e2e.test_server import KEY, Served
 from tests.support.engine import START, simulated_device
 from tests.support.serving import until_told

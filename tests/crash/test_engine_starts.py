@@ -33,9 +33,9 @@ from penstock.engine.launcher.launcher import ClusterFailed, Launcher
 from penstock.engine.protocol.config import SHIPPED, EngineConfig
 from penstock.engine.worker import worker
 from penstock.server.chat.response_schema import EngineHealth, HealthResponse
+from penstock.server.listening import listen
 from penstock.server.options import ServerOptions
 from penstock.server.server_launcher import ServerLauncher
-from penstock.server.server_process import listen
 from penstock.server.status import history_recorder
 from tests import tiers
 from tests.crash.start_lives import (

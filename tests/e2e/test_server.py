@@ -23,9 +23,9 @@ from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher.launcher import STOP_TIMEOUT  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.worker.simulated_device import TokenRule  # noqa: E402
+from penstock.server.listening import listen  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
 from penstock.server.server_launcher import ServerLauncher  # noqa: E402
-from penstock.server.server_process import listen  # noqa: E402
 from tests.support.engine import START, Running, simulated_device  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
 

@@ -34,6 +34,7 @@ LOOK_UP_S = 0.08
 MIN_LOOK_UP_S = 0.01
 MAX_LOOK_UP_S = 0.96
 LOCKED_OUT_S = 0.01  # between two attempts while a stopped peer holds a lock
+MAX_DELIVERED = 8  # messages, before other callbacks of the loop have their turn
 
 
 class _Turn:
@@ -113,15 +114,7 @@ class _AsyncEnd(AnyEnd):
         if deadline is not None and time.monotonic() >= deadline:
             self._end.timeout_error(time.monotonic() - started)
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._forget()
-            loop.add_reader(self._bell, self._ring, weakref.ref(self))
-            self._loop = loop  # after it: where it is refused, the next wait asks again
-        waiter = loop.create_future()
-        self._waiters.add(waiter)
-        self._held.append(self)
-        if self._alarm is None:
-            self._set_alarm(loop)
+        waiter = self._add_waiter(loop)
         alarm = None
         if deadline is not None:
             alarm = loop.call_later(deadline - time.monotonic(), self._wake, waiter)
@@ -132,6 +125,18 @@ class _AsyncEnd(AnyEnd):
             self._held.pop()
             if alarm is not None:
                 alarm.cancel()
+
+    def _add_waiter(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        if self._loop is not loop:
+            self._forget()
+            loop.add_reader(self._bell, self._ring, weakref.ref(self))
+            self._loop = loop  # after it: where it is refused, the next wait asks again
+        waiter = loop.create_future()
+        self._waiters.add(waiter)
+        self._held.append(self)
+        if self._alarm is None:
+            self._set_alarm(loop)
+        return waiter
 
     async def _armed(self, deadline: float | None, started: float) -> None:
         """One wait: announces the wait, polls, waits, and withdraws the announcement."""
@@ -185,7 +190,8 @@ class _AsyncEnd(AnyEnd):
         end._look_up_s = MIN_LOOK_UP_S if is_ready else min(2 * end._look_up_s, MAX_LOOK_UP_S)
         if is_ready:
             end._wake_all()
-        end._set_alarm(end._loop)
+        if end._loop is not None:  # not closed by a message that was delivered
+            end._set_alarm(end._loop)
 
     def _forget(self) -> None:
         if self._loop is not None and not self._loop.is_closed():
@@ -295,6 +301,8 @@ class AsyncReceiver(_AsyncEnd, Generic[R]):
             "frame": (end.try_receive_frame, end.receive_frame_nowait),
         }
         self._try_receive, self._receive_nowait = attempts[codec.record]
+        self._delivery: tuple[Callable[[R], object], Callable[[Exception], bool]] | None = None
+        self._next_delivery: asyncio.Handle | None = None  # while more messages may have come
 
     async def receive(self, timeout: float | None = None) -> R:
         """Returns the next message. Args and Raises are those of `Receiver.receive`."""
@@ -310,6 +318,65 @@ class AsyncReceiver(_AsyncEnd, Generic[R]):
         finally:
             self._end.disarm(True)
             self._turn.give()
+
+    def deliver(self, handle: Callable[[R], object], fail: Callable[[Exception], bool]) -> None:
+        """Delivers all messages from now on, from callbacks of the running event loop: without a task, which takes as
+        long to wake as a short message takes to handle. `close` ends the delivery.
+
+        Args:
+            handle: gets each message.
+            fail: gets an error of `receive`, or of `handle`; returns whether further messages are to be delivered.
+
+        Raises:
+            RuntimeError: no event loop runs.
+
+        Examples:
+            >>> async def main(ring):
+            ...     async with ring.open_async_receiver() as receiver:
+            ...         receiver.deliver(print, lambda error: False)
+            ...         await asyncio.sleep(0.01)
+            >>> ring = Ring()
+            >>> ring.open_sender().send(b"step")
+            >>> asyncio.run(main(ring))
+            b'step'
+        """
+        loop = asyncio.get_running_loop()
+        self._turn.is_taken = True  # no task receives beside
+        self._delivery = handle, fail
+        self._add_waiter(loop)  # never woken: it lets the alarm poll
+        self._next_delivery = loop.call_soon(self._wake_all)
+
+    def _wake_all(self) -> None:
+        if self._delivery is None or self._loop is None:
+            return super()._wake_all()
+        if self._next_delivery is not None:
+            self._next_delivery.cancel()
+            self._next_delivery = None
+        pause = self._deliver(*self._delivery)
+        if pause is not None and self._loop is not None:
+            self._next_delivery = self._loop.call_later(pause, self._wake_all)
+        return None
+
+    def _deliver(self, handle: Callable[[R], object], fail: Callable[[Exception], bool]) -> float | None:
+        """Handles what has come, up to MAX_DELIVERED messages. Returns the seconds until the next attempt; None: the
+        pipe announces the next message, or no more is delivered."""
+        try:
+            self._end.disarm(True)
+            for _ in range(MAX_DELIVERED):
+                if self._loop is None:  # closed by the message before
+                    return None
+                record = self._try_receive()
+                if record is not None:
+                    handle(self._codec.decode(record))
+                elif self._end.arm():
+                    return LOCKED_OUT_S if self._end.is_locked_out else 0.0
+                else:
+                    return None
+        except Exception as error:
+            if not fail(error):
+                self._delivery = None
+                return None
+        return 0.0
 
     def receive_nowait(self) -> R:
         """Returns the next message if there is one now. Raises what `Receiver.receive_nowait` does."""

@@ -175,6 +175,7 @@ class Receiver(BlockingEnd, Generic[R], metaclass=ABCMeta):
         is_view = codec.record == "view"
         self._receive: Callable[[float | None], Any] = end.receive_view if is_view else end.receive_frame
         self._receive_nowait: Callable[[], Any] = end.receive_view_nowait if is_view else end.receive_frame_nowait
+        self._try_receive: Callable[[], Any] = end.try_receive_view if is_view else end.try_receive_frame
 
     def receive(self, timeout: float | None = None) -> R:
         """Returns the next message. Blocks until there is one.
@@ -220,6 +221,25 @@ class Receiver(BlockingEnd, Generic[R], metaclass=ABCMeta):
         """
         message: R = self._codec.decode(self._receive_nowait())
         return message
+
+    def try_receive(self) -> R | None:
+        """Returns the next message if there is one now; None: there is none. A loop that polls saves the error of
+        `receive_nowait`, which takes longer than a short message.
+
+        Raises:
+            PeerDied, EndOfChannel, DecodeError, ClosedError: as `receive`.
+
+        Examples:
+            >>> ring = Ring()
+            >>> receiver = ring.open_receiver()
+            >>> receiver.try_receive() is None
+            True
+            >>> ring.open_sender().send(b"step")
+            >>> receiver.try_receive()
+            b'step'
+        """
+        record = self._try_receive()
+        return None if record is None else self._codec.decode(record)
 
     @property
     def source(self) -> int:

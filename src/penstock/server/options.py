@@ -18,6 +18,11 @@ from penstock.environment import API_KEY
 
 RESPONSE_STORE = "responses"  # the name of the store of /v1/responses, which has no tensors
 MAX_LOGPROBS = 1024  # a step of 2,048 prompt tokens with as many has 16 MiB
+# Parameters of the rendering function, refused in a request: a template of the client would run in this process.
+RESERVED = {
+    *("conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask"),
+    *("continue_final_message", "add_generation_prompt", "messages"),
+}
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 

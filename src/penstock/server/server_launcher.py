@@ -1,6 +1,6 @@
 """`penstock serve`: starts the engine's processes and the API servers behind one socket, until a signal drains them.
 
-`engine.launcher.launcher` starts and restarts processes, and `server_process` is the main function of a server.
+`engine.launcher.launcher` starts and restarts processes, and `server_start` the main function of a server.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.topology import ProcessId
 from penstock.engine.launcher.launcher import ClusterFailed, Launcher
-from penstock.engine.launcher.preflight import require_startable, require_tokenizer
+from penstock.engine.launcher.preflight import require_packages, require_startable, require_tokenizer
 from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.nodes.group_link import node_secret, node_tls
 from penstock.engine.protocol.config import EngineConfig
-from penstock.server.chat.prompt_builder import RESERVED
-from penstock.server.options import ServerOptions
+from penstock.server.listening import ServerArgs, listen, tls_context
+from penstock.server.options import RESERVED, ServerOptions
 from penstock.server.placed_nodes import PlacedNodes
-from penstock.server.responses.response_store import open_response_store
-from penstock.server.server_process import ServerArgs, listen, serve, tls_context
+from penstock.server.server_start import open_response_store, serve
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 from penstock.server.status.history import EventRecorder, ServerHistory
 from penstock.server.status.history_recorder import HistoryRecorder
 from penstock.server.status.server_info import ServerInfo, served_name
+
+PACKAGES = ("httptools", "prometheus_client", "starlette")  # of a server, which the launcher does not import
 
 
 def run(config: EngineConfig, options: ServerOptions, ray_address: str | None = None, notes: Sequence[str] = ()) -> int:
@@ -41,6 +42,7 @@ def run(config: EngineConfig, options: ServerOptions, ray_address: str | None = 
 
     Options and files are checked before any process starts, the port last: raises ValueError, ImportError, OSError.
     """
+    require_packages(PACKAGES, "a server")
     config = with_model_defaults(config)
     require_startable(config)
     if config.simulated is None:

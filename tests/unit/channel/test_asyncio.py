@@ -6,6 +6,7 @@ import errno
 import functools
 import gc
 import inspect
+import itertools
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from penstock import (
     Timeout,
     WouldBlock,
 )
+from penstock.channel import aio
 from tests.conftest import eventually
 from tests.support.loops import in_a_loop
 from tests.support.processes import assert_how, forked, program, soon, thread
@@ -662,6 +664,83 @@ def test_async_receiver_of_an_unreadable_process_gets_records() -> None:
         waited = [float(other.hear().split()[1]) for _ in range(10)]
         assert max(waited) < LOOKS_UP_WITHIN, waited
         assert other.end() == 0
+
+
+# ── delivered ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@over_a_ring()
+async def test_delivered_messages_come_in_order_beside_other_callbacks(
+    sender: AsyncSender, receiver: AsyncReceiver
+) -> None:
+    actual: list[bytes] = []
+    counts: list[int] = []  # how many have come, at each turn of another callback
+
+    def count() -> None:
+        counts.append(len(actual))
+        asyncio.get_running_loop().call_soon(count)
+
+    records = [b"%d" % number for number in range(50)]
+    receiver.deliver(actual.append, lambda error: False)
+    count()
+    for record in records:
+        sender.send_nowait(record)
+    while len(actual) < len(records):
+        await asyncio.sleep(0)
+    assert actual == records
+    assert max(later - earlier for earlier, later in itertools.pairwise(counts)) <= aio.MAX_DELIVERED
+    await asyncio.sleep(0.01)  # the receiver waits for its pipe
+    await sender.send(b"woken")
+    while actual[-1] != b"woken":
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@over_a_ring()
+async def test_delivery_goes_on_after_an_error_unless_refused(
+    sender: AsyncSender, receiver: AsyncReceiver, goes_on: bool
+) -> None:
+    actual: list[object] = []
+
+    def handle(record: bytes) -> None:
+        actual.append(int(record))
+
+    def fail(error: Exception) -> bool:
+        actual.append(type(error))
+        return goes_on
+
+    receiver.deliver(handle, fail)
+    for record in (b"1", b"no number", b"2"):
+        sender.send_nowait(record)
+    sender.close()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert actual[:4] == ([1, ValueError, 2, EndOfChannel] if goes_on else [1, ValueError])
+
+
+@over_a_ring()
+async def test_closed_receiver_delivers_nothing_more(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    actual: list[object] = []
+
+    def handle(record: bytes) -> None:
+        actual.append(record)
+        receiver.close()
+
+    receiver.deliver(handle, lambda error: actual.append(error) is None)
+    with contextlib.suppress(EndOfChannel, ClosedError, PeerDied):
+        for _ in range(3):
+            sender.send_nowait(b"record")
+    await asyncio.sleep(0.01)
+    assert actual == [b"record"]
+
+
+@in_a_loop
+async def test_delivery_needs_no_pipe_of_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio._AsyncEnd, "_ring", staticmethod(lambda end: None))  # no byte is ever seen
+    ring, actual = new_ring(), asyncio.Event()
+    with contextlib.closing(ring.open_async_receiver()) as receiver, ring.open_sender() as sender:
+        receiver.deliver(lambda record: actual.set(), lambda error: False)
+        await asyncio.sleep(0.01)
+        sender.send(b"polled")
+        await asyncio.wait_for(actual.wait(), 20)
 
 
 # ── dropped ──────────────────────────────────────────────────────────────────────────────────────────────────────────

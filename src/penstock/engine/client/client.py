@@ -46,7 +46,6 @@ from penstock.engine.protocol.messages import (
 from penstock.engine.text.grammar_fields import Grammar
 from penstock.tensor import Handle, Scope
 
-MAX_AT_ONCE = 8  # messages, before other tasks of the loop have their turn
 GROUP_POLL_S = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 SMALL_GRAMMAR = 4096  # characters: travels inline, and is not put by a thread, which may wait for room in the store
 SEED_BITS = 63  # of a drawn seed: a client may give it again as the `seed` of a request
@@ -110,12 +109,11 @@ class Client:
         self._streams: dict[int, OutputStream] = {}
         self._open = [0] * len(cluster.inboxes)  # open requests of this client, by group
         self._next = secrets.randbelow(MAX_REQUESTS)  # random: a restarted server must not reuse its open numbers
-        self._receiving: asyncio.Task[None] | None = None
         self._end: EngineError | None = None  # the client is closed, or its receiving task has failed
         self._watch: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Client:
-        self._receiving = asyncio.ensure_future(self._receive_answers())
+        self._deltas.deliver(self._dispatch, self._handle_error)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -126,9 +124,6 @@ class Client:
         await self._cores.close()
         if self._watch is not None:
             self._watch.cancel()
-        if self._receiving is not None:
-            self._receiving.cancel()
-            await asyncio.wait([self._receiving])
         self._deltas.close()
         self._board.close()
         self._verdicts.close()
@@ -384,27 +379,22 @@ class Client:
         self._migration.fail_all(error)
 
     # ── what comes ──
-    async def _receive_answers(self) -> None:
-        """Receives answers. A failure ends all open streams, so that no reader goes on waiting."""
+    def _handle_error(self, error: Exception) -> bool:
+        """Handles an error in the place of an answer. Returns whether further answers are received. A failure of the
+        client ends all open streams, so that no reader goes on waiting."""
         try:
-            await self._receive_loop()
-        except Exception as error:
-            reason = f"the client of the engine has failed: {type(error).__name__}: {error}"
+            if isinstance(error, PeerDied):
+                self._process_death(error)
+            elif isinstance(error, DecodeError):  # costs that message alone
+                event("malformed message", logging.ERROR, error=error)
+            elif not isinstance(error, ClosedError):
+                raise error
+            return not isinstance(error, ClosedError)
+        except Exception as failure:
+            reason = f"the client of the engine has failed: {type(failure).__name__}: {failure}"
             event("client receives no more answers", logging.ERROR, reason=reason)
             self._end_all(EngineError(500, reason))
-
-    async def _receive_loop(self) -> None:
-        while True:
-            try:
-                for _ in range(MAX_AT_ONCE):
-                    self._dispatch(await self._deltas.receive())
-                await asyncio.sleep(0)
-            except PeerDied as death:
-                self._process_death(death)
-            except ClosedError:
-                return
-            except DecodeError as error:  # costs that message alone
-                event("malformed message", logging.ERROR, error=error)
+            return False
 
     def _process_death(self, death: PeerDied) -> None:
         dead = ProcessId.of(death.name)

@@ -72,18 +72,17 @@ class ArgumentsPickler(pickle.Pickler):
 
 
 # ── the fork server ──────────────────────────────────────────────────────────────────────────────────────────────────
-def serve_forks(imports: Callable[[], object], connection: socket.socket, parent: int) -> NoReturn:
-    """Runs the fork server until the launcher closes the connection. The first packet to the launcher is READY, or the
-    reason for which no process may be forked from this process."""
+def serve_forks(first: Callable[[], object], connection: socket.socket, parent: int) -> NoReturn:
+    """Runs the fork server until the launcher closes the connection: runs `first`, and then the imports that the
+    launcher sends. The first packet to the launcher is READY, or the reason for which no process may be forked from
+    this process."""
     end_with_parent(parent)
     early = open_descriptors() - {0, 1, 2, resource_tracker.getfd()}
     standard_streams.guard()
     gc.disable()
-    try:
-        imports()
-        reason = find_obstacle()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    reason = find_failure(first)
+    imports = receive_imports(connection)
+    reason = reason or find_failure(imports) or find_failure(find_obstacle)
     name = Path("/proc/self/comm").read_text().strip()
     prctl(PR_SET_NAME, process_name(os.getpid()).encode())
     gc.freeze()  # a collection in a forked process would copy the pages of all objects
@@ -104,6 +103,15 @@ def open_descriptors() -> set[int]:
 def process_name(pid: int) -> str:
     """Returns the name (`/proc/PID/comm`) of a fork server, and of its forks until they run."""
     return f"pforks {pid}"
+
+
+def find_failure(check: Callable[[], object]) -> str:
+    """Returns the text that `check` returns, or its error; empty: it has neither."""
+    try:
+        reason = check()
+        return reason if isinstance(reason, str) else ""
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def find_obstacle() -> str:
@@ -127,6 +135,24 @@ def find_obstacle() -> str:
     if torch is not None and torch.cuda.is_initialized():
         return "a module has initialized CUDA when it was imported"
     return ""
+
+
+def send_imports(connection: socket.socket, imports: Callable[[], object]) -> None:
+    """Raises OSError."""
+    with open(os.memfd_create("imports", os.MFD_CLOEXEC), "w+b") as memory:
+        pickle.dump(imports, memory)
+        memory.seek(0)  # writes the rest; the fork server shares the position
+        send_request(connection, [memory.fileno()])
+
+
+def receive_imports(connection: socket.socket) -> Callable[[], object]:
+    """Ends the process if the launcher has closed the connection."""
+    request = receive_request(connection)
+    if not request:
+        os._exit(0)
+    with open(request[0], "rb") as file:
+        imports: Callable[[], object] = pickle.load(file)
+    return imports
 
 
 def receive_request(connection: socket.socket) -> list[int]:

@@ -9,27 +9,24 @@ import asyncio
 import contextlib
 import ctypes
 import logging
-import multiprocessing
 import os
 import signal
 import socket
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnProcess
 from typing import Any, NoReturn, Protocol
 
 from penstock import DeathCause, PeerDied, _native, stack_dump, standard_streams
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process_end import ProcessEnd, SignalRecord
+from penstock.engine.cluster.spawning import SENT_TO_ALL, spawn_process
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import Cause
 
 PR_SET_PDEATHSIG = 1
-SENT_TO_ALL = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 PF_EXITING = 0x4  # in the flags of /proc/PID/stat
 WORDS_NBYTES = 4096
 CANNOT_START = 2  # exit status: another attempt would meet the same error
@@ -84,24 +81,6 @@ def prctl(option: int, value: object) -> None:
     """Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(number := ctypes.get_errno(), f"prctl({option}): {os.strerror(number)}")
-
-
-def spawn_process(target: Callable[..., object], values: tuple[Any, ...], name: str) -> SpawnProcess:
-    """Starts a process that runs `target(*values)`. Raises OSError.
-
-    Signals of the terminal, or of an init system, reach all processes; a child blocks them from its first instruction
-    on. The tracker ignores the others, and keeps the mask for SIGHUP. It starts first, as starting it resets the mask
-    for the others.
-    """
-    process = multiprocessing.get_context("spawn").Process(target=target, args=values, name=name)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return process
 
 
 @dataclass

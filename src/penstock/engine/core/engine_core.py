@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from penstock import DecodeError, PeerDied, Timeout, WouldBlock
+from penstock import DecodeError, PeerDied, Timeout
 from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster.group_ends import TOO_SLOW, GroupSender, Outbox, is_stale_death
 from penstock.engine.cluster.logs import event
@@ -204,9 +204,9 @@ class EngineCore:
 
     def _receive_requests(self) -> None:
         """Handles the messages in the inbox, up to MAX_RECEIVED of them."""
-        with contextlib.suppress(WouldBlock):
-            for _ in range(MAX_RECEIVED):
-                self._receive(self._inbox.receive_nowait)
+        for _ in range(MAX_RECEIVED):
+            if not self._receive(self._inbox.try_receive):
+                break
         self._admit()
         if self._adapters.leaving:
             self._adapters.release()
@@ -245,8 +245,8 @@ class EngineCore:
             if not self._outbox.send(server, Failed(request, 503, reason, resume)):
                 self._give_up(server)
 
-    def _receive(self, receive: Callable[[], Any]) -> None:
-        """Handles the next message, or a death in its place. Raises what `receive` does if none comes."""
+    def _receive(self, receive: Callable[[], Any]) -> bool:
+        """Handles the next message, or a death in its place. Returns False if `receive` returns None: none comes."""
         try:
             message = receive()
         except PeerDied as death:
@@ -254,7 +254,10 @@ class EngineCore:
         except DecodeError as error:
             self._drop_malformed(error)
         else:
+            if message is None:
+                return False
             self._dispatch(message)
+        return True
 
     def _drop_malformed(self, error: DecodeError) -> None:
         """Drops a malformed message from a server; re-raises `error` for any other sender."""
@@ -278,13 +281,8 @@ class EngineCore:
         if not self._is_of_another(message):
             return self._process(message)
         server = self._inbox.source
-        event(
-            "message under another server's number",
-            logging.ERROR,
-            server=server,
-            says=message.server,
-            message=type(message).__name__,
-        )
+        names = {"says": message.server, "message": type(message).__name__}
+        event("message under another server's number", logging.ERROR, server=server, **names)
         if isinstance(message, Submit):
             self._fail(
                 server, message.request, RequestRefused(400, f"server {server} asked as server {message.server}")

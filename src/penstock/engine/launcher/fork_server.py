@@ -26,7 +26,9 @@ from penstock import DeathCause
 from penstock.engine.cluster import forking
 from penstock.engine.cluster.kept_memory import PACKAGES
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.process import prctl, spawn_process
+from penstock.engine.cluster.process import prctl
+from penstock.engine.cluster.spawning import inherited
+from penstock.engine.launcher import early_fork_server
 from penstock.engine.launcher.back_off import BackOff
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
@@ -66,23 +68,18 @@ class ForkServerProcess:
     @classmethod
     def start(cls, imports: Callable[[], object], packages: Sequence[str]) -> ForkServerProcess:
         """Raises OSError."""
-        states = read_states(packages)  # before the imports
-        local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        states = read_states(packages)
+        launched = early_fork_server.take()
+        process = launched.process
+        assert process.pid is not None, "it has been started"
         try:
-            with remote:
-                process = spawn_process(forking.serve_forks, (imports, remote, os.getpid()), "fork server")
-            assert process.pid is not None, "it has been started"
-            try:
-                pidfd = os.pidfd_open(process.pid)
-            except OSError:
-                process.kill()
-                process.join()
-                raise
+            forking.send_imports(launched.connection, imports)
+            pidfd = os.pidfd_open(process.pid)
         except BaseException:
-            local.close()
+            launched.end()
             raise
-        local.settimeout(REPLY_TIMEOUT_S)
-        return cls(process, pidfd, local, inherited(), states, time.monotonic(), set())
+        launched.connection.settimeout(REPLY_TIMEOUT_S)
+        return cls(process, pidfd, launched.connection, launched.inherited, states, launched.started, set())
 
     @property
     def is_stopped(self) -> bool:
@@ -279,12 +276,21 @@ def adopting_orphans() -> Iterator[None]:
 def reap_forks(name: str, watched: Collection[int]) -> None:
     """Kills forks of an ended fork server with unknown pids, by the name of a fork before the request runs. A watched
     fork may have the name, too."""
+    while _reap_listed(name, watched):  # a fork that was listed may have forked since
+        pass
+
+
+def _reap_listed(name: str, watched: Collection[int]) -> bool:
+    """Returns whether a fork was there."""
+    has_reaped = False
     for children in Path("/proc/self/task").glob("*/children"):  # none: the kernel lists no children
         for pid in children.read_text().split():
             with contextlib.suppress(OSError):
                 if int(pid) not in watched and Path(f"/proc/{pid}/comm").read_text().strip() == name:
                     os.kill(int(pid), signal.SIGKILL)
                     os.waitpid(int(pid), 0)
+                    has_reaped = True
+    return has_reaped
 
 
 def find_packages() -> list[str]:
@@ -301,19 +307,3 @@ def read_states(files: Sequence[str]) -> list[object]:
             status = os.stat(file)
             states.append((file, status.st_ino, status.st_mtime_ns))
     return states
-
-
-def inherited() -> tuple[object, ...]:
-    """Returns the facts that a process inherits. A fork inherits them from the fork server, not from the launcher."""
-    streams = []
-    for fd in range(3):
-        with contextlib.suppress(OSError):  # it is closed
-            status = os.fstat(fd)
-            streams.append((fd, status.st_dev, status.st_ino))
-    texts = []
-    for name in ("cgroup", "limits", "oom_score_adj"):
-        with contextlib.suppress(OSError):
-            texts.append(Path(f"/proc/self/{name}").read_text())
-    directory = os.readlink("/proc/self/cwd")
-    nice = os.getpriority(os.PRIO_PROCESS, 0)
-    return dict(os.environ), directory, os.sched_getaffinity(0), nice, streams, texts

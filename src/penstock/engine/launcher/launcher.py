@@ -19,6 +19,7 @@ from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId, processes_of_group
 from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.core import engine_core
+from penstock.engine.launcher import early_fork_server
 from penstock.engine.launcher.fork_server import ForkServer
 from penstock.engine.launcher.process_group import ProcessGroup, Run
 from penstock.engine.model_dir import GENERATION, with_model_defaults
@@ -52,6 +53,8 @@ class Launcher:
         self.is_stopping = False
         has_forks = config.fork_server == "auto" and config.device == "cpu"  # CUDA after a fork has not been tried
         self.fork_server = ForkServer(functools.partial(import_programs, config)) if has_forks else None
+        if not has_forks:
+            early_fork_server.end_early()
         local, remote = range(config.data_parallel_size), range(config.data_parallel_size, config.all_groups)
         self._groups = [ProcessGroup(self, group, self._parts_of_group()) for group in local]
         self._bridges = [ProcessGroup(self, group, [("bridge", 0, run_bridge)]) for group in remote]

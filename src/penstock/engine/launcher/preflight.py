@@ -51,10 +51,10 @@ def require_startable(config: EngineConfig) -> None:
         require_cuda(config)
 
 
-def require_packages(names: Iterable[str]) -> None:
+def require_packages(names: Iterable[str], user: str = "a model") -> None:
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"a model needs {' and '.join(missing)}, not installed here")
+        raise ImportError(f"{user} needs {' and '.join(missing)}, not installed here")
 
 
 # ── the model ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -37,6 +37,7 @@ from penstock.errors import DecodeError
 
 NO_IDS: Ints = np.zeros(0, np.int32)
 NO_SLOTS: Index = np.zeros(0, np.intp)
+FEW = 4  # rows of a message that take less time one by one than in columns: numpy's calls are most of the time
 ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets text: alone; or from the tables, without a chunk or in a chunk
 
 
@@ -210,6 +211,8 @@ class OutputState:
         slots = self._slots if tokens.ids.size else NO_SLOTS
         if tokens.ids.shape != slots.shape:
             raise DecodeError(f"expected {slots.size} numbers, got a shape of {tokens.ids.shape} at $.ids")
+        if 0 < slots.size <= FEW and (answers := self._process_few(tokens)) is not None:
+            return answers
         rows = DeltaBuilder(slots, tokens.ids, LogprobRows.read(tokens.logprobs, slots.size))
         is_open = self._is_open[slots]
         if not is_open.all():  # a stop string has ended the others, and the core did not know yet
@@ -230,6 +233,36 @@ class OutputState:
         for row in rows.ends:
             self._end(int(rows.slots[row]))
         return Outputs(deltas, aborts)
+
+    def _process_few(self, tokens: Tokens) -> Outputs | None:
+        """Answers a message for one server; None, and no change, if a row gets more than a text of the tables."""
+        if tokens.ended or tokens.logprobs is not None or tokens.prompt_logprobs or self._cached:
+            return None
+        slots, ids = self._slots.tolist(), tokens.ids.tolist()
+        server, texts = int(self._servers[slots[0]]), list[bytes]()
+        for slot, token_id in zip(slots, ids, strict=True):
+            if self._servers[slot] != server or (text := self._table_text(slot, token_id)) is None:
+                return None
+            texts.append(text)
+        for slot in slots:
+            self._generated[slot] += 1
+        numbers = np.array([*(self._requests[slot] for slot in slots), *map(len, texts), *ids], np.int32)
+        samples = np.array([self._samples[slot] for slot in slots], np.uint16)
+        delta = Delta(len(slots), numbers, b"".join(texts), samples=samples if samples.any() else None)
+        return Outputs([(server, delta)], [])
+
+    def _table_text(self, slot: int, token_id: int) -> bytes | None:
+        """Returns the text of an id that `_write` would take from the tables; None: it would not."""
+        vocabulary, kind = self._vocabulary, self._kinds[slot]
+        if kind == ALONE or not self._is_open[slot]:
+            return None
+        place = int(self._bases[slot]) + (token_id if 0 <= token_id < vocabulary.stride else vocabulary.stride - 1)
+        if not vocabulary.is_whole[place] or vocabulary.masks[place] & (self._firsts[slot] | self._marks[slot]):
+            return None
+        writer = self._writers[slot]
+        if kind == WRAPPED and writer is not None:
+            return vocabulary.quoted[place].join(writer.frame) if vocabulary.is_seen[place] else None
+        return vocabulary.texts[place]
 
     def _aborts(self, slots: Index) -> list[Abort]:
         servers = self._servers[slots]
@@ -388,9 +421,8 @@ class OutputState:
             own_rows = rows if where.size == servers.size else rows.of(where)
             columns = self._requests[own_rows.slots], self._samples[own_rows.slots]
             began = self._began(own_rows.slots) if self._cached else None
-            deltas.append(
-                (server, own_rows.delta(*columns, [row for row in without_token if row.server == server], began))
-            )
+            ended = [row for row in without_token if row.server == server]
+            deltas.append((server, own_rows.delta(*columns, ended, began)))
         return deltas
 
     def _prompt_deltas(self, prompts: tuple[PromptLogprobs, ...]) -> list[tuple[int, Delta]]:

@@ -12,10 +12,12 @@ import importlib
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch.distributed
+from torch.overrides import TorchFunctionMode
 
 COMPILER = "torch._dynamo"
 INDEXING = f"{COMPILER}._trace_wrapped_higher_order_op"
@@ -23,6 +25,9 @@ HIDDEN = (
     *("accelerate", "deepspeed", "hqq", "kernels", "librosa", "peft", "scipy", "sklearn", "soundfile", "soxr", "timm"),
     *("torch_npu", "torchao", "torchaudio", "torchvision"),
 )
+# Functions and methods by which stock modules fill new parameters: those of torch, and of transformers in their place.
+DRAWS = {f"{way}{draw}_" for way in ("", "kaiming_", "xavier_") for draw in ("normal", "uniform")} | {"trunc_normal_"}
+CREATED = {torch.arange, torch.rand, torch.randn}  # new tensors with values: on the meta device much work in Python
 IS_FIRST = "transformers" not in sys.modules  # else transformers imports the packages that it has found
 
 
@@ -44,14 +49,28 @@ class Indexing(ModuleType):
         return module.TransformGetItemToIndex()
 
 
+class WithoutDraws(TorchFunctionMode):
+    """Leaves parameters on the meta device as they are. The first draw there would import sympy and the reference
+    operators of torch, 0.6 s of a worker's start."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", "") in DRAWS and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
+            return tensor
+        if function in CREATED and "device" not in kwargs and torch.get_default_device().type == "meta":
+            values = function(*args, **kwargs, device="cpu")
+            return values if function is torch.arange else torch.empty_like(values, device="meta")
+        return function(*args, **kwargs)
+
+
 _stand_ins = threading.RLock()  # one thread at a time has them in sys.modules
 
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Keeps imports, and operations on the meta device, from importing TorchDynamo and the packages in HIDDEN. No model
-    may run meanwhile, and modules that are imported here cannot be compiled later, as their marks are lost. Does
-    nothing in a process that imported transformers before this module."""
+    """Keeps imports, and operations on the meta device, from importing TorchDynamo, sympy and the packages in HIDDEN.
+    No model may run meanwhile, and modules that are imported here cannot be compiled later, as their marks are lost.
+    Does nothing in a process that imported transformers before this module, but for `WithoutDraws`."""
     with _stand_ins:
         stand_ins: dict[str, Any] = {INDEXING: Indexing(INDEXING), COMPILER: Unmarked(COMPILER)}
         if COMPILER in sys.modules or not IS_FIRST:
@@ -60,17 +79,35 @@ def without_compiler() -> Iterator[None]:
             stand_ins |= {name: None for name in HIDDEN if name not in sys.modules}  # None: Python finds no package
         sys.modules.update(stand_ins)
         try:
-            yield
+            with WithoutDraws():
+                yield
         finally:
             for name, stand_in in stand_ins.items():  # INDEXING first: the real package must not find it
                 if sys.modules.get(name, ...) is stand_in:  # else TorchDynamo was imported meanwhile
                     del sys.modules[name]
 
 
+@contextlib.contextmanager
+def without_second_scan() -> Iterator[None]:
+    """Keeps the package `transformers.models` from reading all modules of all families, as `transformers` has just
+    done. The package offers no names of its own then, and its modules are imported as before."""
+    utils: Any = importlib.import_module("transformers.utils.import_utils")
+    define = utils.define_import_structure
+
+    def define_unless_known(path: str, prefix: str | None = None) -> Any:
+        return {frozenset(): {}} if Path(path).parent.name == "models" else define(path, prefix)
+
+    utils.define_import_structure = define_unless_known
+    try:
+        yield
+    finally:
+        utils.define_import_structure = define
+
+
 _is_available = torch.distributed.is_available
 torch.distributed.is_available = lambda: False
 try:
-    with without_compiler():
+    with without_compiler(), without_second_scan():
         import transformers.masking_utils  # noqa: F401  # the module of each family imports it
         from transformers import (
             MODEL_FOR_CAUSAL_LM_MAPPING,

@@ -174,7 +174,7 @@ def rebuild_buffers(model: Any, device: torch.device) -> None:
     """
     buffers = []
     for name, buffer in list(model.named_non_persistent_buffers()):
-        if buffer.is_meta:
+        if buffer.device.type != device.type:
             owner, _, own = name.rpartition(".")
             empty = torch.full_like(buffer, _NEVER.get(buffer.dtype, float("nan")), device=device)
             setattr(model.get_submodule(owner), own, empty)

@@ -122,14 +122,19 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
     )
 
 
+def import_engine() -> None:
+    """Imports what `device_of` imports, for any model."""
+    set_openmp_waits()
+    from penstock.engine.worker import model_runner, tensor_parallel  # noqa: F401
+
+
 def import_device(config: EngineConfig) -> None:
     """Imports what `device_of`, the model of its device and a batch with grammars import. Computes nothing, and opens
     no device."""
     from penstock.engine.worker import grammars  # noqa: F401
 
     if config.simulated is None:
-        set_openmp_waits()
-        from penstock.engine.worker import model_runner, tensor_parallel  # noqa: F401
+        import_engine()
         from penstock.engine.worker.model import import_family
 
         import_family(Path(config.model))

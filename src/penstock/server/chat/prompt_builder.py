@@ -26,6 +26,7 @@ from penstock.server.chat.media_prompts import MediaPrompts, Prompt
 from penstock.server.chat.request_schema import Conversation
 from penstock.server.embeds.embeds_prompts import EmbedsPrompts
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
+from penstock.server.options import RESERVED
 
 T = TypeVar("T")
 
@@ -33,11 +34,6 @@ LONG = 4096  # characters: about 1 ms of tokenising; a thread tokenizes longer t
 MANY = 128  # parts of messages: about 0.5 ms of a template
 END = 64  # characters of a chat's prompt that tell whether its template has opened the reasoning
 THREADS = 2  # of long texts and many parts. The tokenizer releases the interpreter
-# Parameters of the rendering function, refused in a request: a template of the client would run in this process.
-RESERVED = {
-    *("conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask"),
-    *("continue_final_message", "add_generation_prompt", "messages"),
-}
 MARK = "as it is written"  # the content of a trial message
 TRIAL_ID = "abcdefghi"  # of a call: some templates demand nine letters or digits
 

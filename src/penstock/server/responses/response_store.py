@@ -16,15 +16,12 @@ import msgspec
 
 from penstock import MemoryExhausted, Missing, Store, Timeout
 from penstock.server.errors import ApiError
-from penstock.server.options import RESPONSE_STORE, ServerOptions
 from penstock.server.responses.responses_request import ResponseItem
 
 T = TypeVar("T")
 
 MAX_CHAIN = 1024  # responses before a response
 MAX_REFERRED = 64  # responses to the items of which a request refers
-PEERS = 8  # processes that may attach besides two lives of each server
-VALUES = 2  # of a response
 
 
 class StoredInput(msgspec.Struct):
@@ -50,18 +47,6 @@ class StoredTurn(msgspec.Struct):
 
     def output(self) -> list[ResponseItem]:
         return msgspec.json.decode(self.response, type=ResponseOutput).output
-
-
-def open_response_store(options: ServerOptions, servers: int) -> Store | None:
-    """Returns the store that all server processes share; None: no response is stored."""
-    if not options.response_store_nbytes:
-        return None
-    return Store(
-        options.response_store_nbytes,
-        name=RESPONSE_STORE,
-        max_items=VALUES * options.max_stored_responses,
-        max_peers=2 * servers + PEERS,
-    )
 
 
 class ResponseStore:

@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from penstock.engine.cluster import logs
-from penstock.engine.cluster.process import StartedProcess, spawn_process
-from penstock.engine.launcher import back_off, fork_server
+from penstock.engine.cluster.process import StartedProcess
+from penstock.engine.cluster.spawning import spawn_process
+from penstock.engine.launcher import back_off, early_fork_server, fork_server
 from penstock.engine.launcher.fork_server import ForkedProcess, ForkServer
 from tests.support.loops import in_a_loop
 from tests.unit.engine.launcher import forked_lives as lives
@@ -266,6 +267,51 @@ async def test_cancelled_renewal_does_not_go_on_when_imports_end(iterations: int
                 await renewal
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+@in_a_loop
+async def test_early_process_is_taken_unless_the_environment_has_changed(
+    is_changed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_fork_server, "import_engine", lives.import_nothing)
+    early_fork_server.start_early(["model", "--port", "0"])
+    (early,) = early_fork_server._early
+    pid = early.process.pid
+    if is_changed:
+        monkeypatch.setenv("PENSTOCK_OF_A_TEST", "1")
+    async with serving(lives.import_nothing) as server:
+        assert server._server is not None and (server._server.process.pid == pid) != is_changed
+        process, _ = running(lives.describe, server.fork)
+        assert process is not None
+        process.join()
+    assert str(pid) not in children() and not early_fork_server._early
+
+
+@in_a_loop
+async def test_early_process_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_fork_server, "import_engine", lives.import_nothing)
+    early_fork_server.start_early([])
+    (early,) = early_fork_server._early
+    early.process.kill()
+    early.process.join()
+    async with serving(lives.import_nothing) as server:
+        process, _ = running(lives.describe, server.fork)
+        assert process is not None
+        process.join()
+
+
+def test_early_process_ends_with_a_command_that_does_not_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_fork_server, "import_engine", lives.import_for_ever)
+    for words in (["--device-model", "simulated"], ["--device=cuda"], ["--fork-server", "off"], ["--help"]):
+        early_fork_server.start_early(words)
+        assert not early_fork_server._early
+    early_fork_server.start_early(["model"])
+    (early,) = early_fork_server._early
+    pid = str(early.process.pid)
+    assert pid in children()
+    early_fork_server.end_early()
+    assert pid not in children()
 
 
 def children() -> list[str]:

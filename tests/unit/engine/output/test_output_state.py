@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
+from penstock.engine.output import output_state
+from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.messages import (
     DELTAS,
     ChunkFormat,
@@ -44,6 +46,34 @@ def lines(actual: Got) -> list[Any]:
     assert events.pop() == ""
     assert all(event.startswith("data: ") for event in events)
     return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@pytest.mark.parametrize(
+    "chunk_format", [None, ChunkFormat(Style.CHAT, HEAD, 0), ChunkFormat(Style.COMPLETION, HEAD, 0)]
+)
+def test_few_rows_get_the_answers_of_columns(chunk_format: ChunkFormat | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers() -> list[Got]:
+        return answered(
+            saying(A, EURO, QUOTE, SPECIAL, B, E_BEGINS, E_ENDS, B),
+            saying(A, SPECIAL, 99, B, key=(0, 2, 0), skip_special_tokens=False),
+            saying(B, QUOTE, A, B, A, B, A, key=(0, 3, 0), stop=("bab",)),
+            chunk_format=chunk_format,
+        )
+
+    with monkeypatch.context() as patched:
+        patched.setattr(output_state, "FEW", 0)
+        in_columns = answers()
+    taken: list[bool] = []
+    process_few = OutputState._process_few
+
+    def recorded(state: OutputState, tokens: Tokens) -> Any:
+        outputs = process_few(state, tokens)
+        taken.append(outputs is not None)
+        return outputs
+
+    monkeypatch.setattr(OutputState, "_process_few", recorded)
+    assert answers() == in_columns
+    assert {*taken} == {True, False}
 
 
 # ── plain ──

@@ -29,7 +29,7 @@ LOADS = """
     import sys
     from penstock.engine.worker.model_runner import ModelRunner
     ModelRunner({model!r}, slots=1, blocks=1)
-    print(*{{"torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"}} & set(sys.modules))
+    print(*{{"sympy", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp"}} & set(sys.modules))
     for name, module in sys.modules.items():
         if name.partition(".")[0] == "transformers" and getattr(module, "__file__", None):
             print(module.__file__)

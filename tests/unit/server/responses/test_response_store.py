@@ -16,9 +16,9 @@ from penstock.server.responses.response_store import (
     MAX_CHAIN,
     ResponseStore,
     create_response_id,
-    open_response_store,
 )
 from penstock.server.responses.responses_request import ResponseItem
+from penstock.server.server_start import open_response_store
 
 KEY, ANOTHER = "key a", "key b"
 

@@ -1,0 +1,49 @@
+"""Spawns a process. Imports little: `penstock serve` spawns the fork server before it has read its options."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+SENT_TO_ALL = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
+def spawn_process(target: Callable[..., object], values: tuple[Any, ...], name: str) -> SpawnProcess:
+    """Starts a process that runs `target(*values)`. Raises OSError.
+
+    Signals of the terminal, or of an init system, reach all processes; a child blocks them from its first instruction
+    on. The tracker ignores the others, and keeps the mask for SIGHUP. It starts first, as starting it resets the mask
+    for the others.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=target, args=values, name=name)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process
+
+
+def inherited() -> tuple[object, ...]:
+    """Returns the facts that a process inherits. A fork inherits them from the fork server, not from the launcher."""
+    streams = []
+    for fd in range(3):
+        with contextlib.suppress(OSError):  # it is closed
+            status = os.fstat(fd)
+            streams.append((fd, status.st_dev, status.st_ino))
+    texts = []
+    for name in ("cgroup", "limits", "oom_score_adj"):
+        with contextlib.suppress(OSError):
+            texts.append(Path(f"/proc/self/{name}").read_text())
+    directory = os.readlink("/proc/self/cwd")
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    return dict(os.environ), directory, os.sched_getaffinity(0), nice, streams, texts
