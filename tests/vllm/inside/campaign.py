@@ -14,6 +14,7 @@ import random
 import signal
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -54,6 +55,7 @@ def run(options, kill):
     files, claimed, began = set(os.listdir(FOLDER)), FORK.Value("i", 0), time.monotonic()
 
     def run_kills(pipe):
+        before = Counter(belongings())
         while time.monotonic() < began + options.seconds:
             with claimed.get_lock():
                 index, claimed.value = claimed.value, claimed.value + 1
@@ -63,7 +65,7 @@ def run(options, kill):
             pipe.send(kill(index, random.Random(f"{options.seed} {index}")))
         faulthandler.cancel_dump_traceback_later()
         gc.collect()  # an executor, its calls and its threads know each other
-        pipe.send(belongings())
+        pipe.send(list((Counter(belongings()) - before).elements()))
 
     def end(*_):
         claimed.value = options.kills
@@ -102,10 +104,9 @@ def collect(forks):
 
 
 def belongings():
-    """Returns what shows that this process has let go of less than all: segments, children."""
+    """Returns the segments and the children of this process."""
     names = [path for name in os.listdir("/proc/self/fd") if os.path.exists(path := f"/proc/self/fd/{name}")]
-    segments = [path for path in map(os.readlink, names) if "memfd:penstock" in path and "deaths" not in path]
-    segments = [path for path in segments if "stacks" not in path]
+    segments = [path for path in map(os.readlink, names) if "memfd:penstock:" in path]
     return [*segments, *(f"child {process.pid}" for process in multiprocessing.active_children())]
 
 

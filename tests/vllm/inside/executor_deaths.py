@@ -17,7 +17,7 @@ import campaign
 from offline import keep_method
 
 from penstock.environment import VLLM_DEATHS
-from penstock.integrations.vllm import deaths, register
+from penstock.integrations.vllm import deaths
 
 LIMIT = 5.0
 SCENES = ("busy", "collective", "first", "idle")
@@ -143,10 +143,8 @@ def kill_worker(config, index, chance):
 def prepare_forks(config):
     """Imports here what a worker imports after its fork, and looks for kernels here alone: no kernel runs."""
     from vllm.platforms import current_platform
-    from vllm.plugins import load_general_plugins
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    load_general_plugins()
     executor = MultiprocExecutor(config)
     names = executor.collective_rpc("modules", unique_reply_rank=0)
     executor.shutdown()
@@ -155,10 +153,12 @@ def prepare_forks(config):
 
 
 if __name__ == "__main__":
+    from vllm.plugins import load_general_plugins
+
     options = campaign.arguments_of(__doc__)
     sys.path.insert(0, campaign.folder_of_this())
     multiprocessing.current_process().name = "EngineCore"
-    register()
+    load_general_plugins()
     config = config_of(options.model, options.workers)
     prepare_forks(config)
     campaign.run(options, lambda index, chance: kill_worker(config, index, chance))

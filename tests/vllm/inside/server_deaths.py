@@ -19,7 +19,7 @@ import campaign
 from offline import keep_method
 
 from penstock.environment import VLLM_DEATHS
-from penstock.integrations.vllm import deaths, register
+from penstock.integrations.vllm import deaths
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
@@ -163,9 +163,7 @@ def prepare_forks(options):
     import vllm.v1.engine.async_llm
     import vllm.v1.executor.multiproc_executor  # noqa: F401
     from vllm.platforms import current_platform
-    from vllm.plugins import load_general_plugins
 
-    load_general_plugins()
     current_platform.register_triton_kernel_overrides = lambda: None  # walks over all modules of a worker
     keep_method("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -177,8 +175,10 @@ def prepare_forks(options):
 
 
 if __name__ == "__main__":
+    from vllm.plugins import load_general_plugins
+
     options = campaign.arguments_of(__doc__)
     sys.path.insert(0, campaign.folder_of_this())
-    register()
+    load_general_plugins()
     prepare_forks(options)
     campaign.run(options, lambda index, chance: kill_process(options, index, chance))
