@@ -63,8 +63,8 @@ def run(options, kill):
                 break
             faulthandler.dump_traceback_later(LIMIT, exit=True)
             pipe.send(kill(index, random.Random(f"{options.seed} {index}")))
+            gc.collect()  # an executor, its calls and its threads know each other, and have descriptors
         faulthandler.cancel_dump_traceback_later()
-        gc.collect()  # an executor, its calls and its threads know each other
         pipe.send(list((Counter(belongings()) - before).elements()))
 
     def end(*_):

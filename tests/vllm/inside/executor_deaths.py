@@ -6,12 +6,12 @@ the process. A kill costs a fraction of a second: workers are forks of a process
 
 import multiprocessing
 import os
-import select
 import sys
 import tempfile
 import threading
 import time
 import traceback
+from multiprocessing.connection import wait
 
 import campaign
 from offline import keep_method
@@ -66,7 +66,7 @@ class End(threading.Thread):
         self.start()
 
     def run(self):
-        select.select([self.descriptor], [], [])
+        wait([self.descriptor])
         self.at = time.monotonic()
         os.close(self.descriptor)
 
