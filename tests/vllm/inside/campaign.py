@@ -22,7 +22,7 @@ from pathlib import Path
 from penstock.integrations.vllm.left_files import FOLDER, mapped_names
 
 LIMIT = 200.0  # seconds for one kill with its processes; then its fork writes its stacks, and ends
-LEAVING = 10.0  # seconds until files of processes that have ended are gone
+LEAVING = 10.0  # seconds until what ends has let go of all
 FORK = multiprocessing.get_context("fork")
 
 
@@ -65,7 +65,7 @@ def run(options, kill):
             pipe.send(kill(index, random.Random(f"{options.seed} {index}")))
             gc.collect()  # an executor, its calls and its threads know each other, and have descriptors
         faulthandler.cancel_dump_traceback_later()
-        pipe.send(list((Counter(belongings()) - before).elements()))
+        pipe.send(left_since(before))
 
     def end(*_):
         claimed.value = options.kills
@@ -103,11 +103,25 @@ def collect(forks):
     return outcomes, left
 
 
+def left_since(before):
+    """Returns what this process has in addition; threads that wait for a death hold an executor for some seconds."""
+    deadline = time.monotonic() + LEAVING
+    while True:
+        gc.collect()
+        left = list((Counter(belongings()) - before).elements())
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
 def belongings():
     """Returns the segments and the children of this process."""
-    names = [path for name in os.listdir("/proc/self/fd") if os.path.exists(path := f"/proc/self/fd/{name}")]
-    segments = [path for path in map(os.readlink, names) if "memfd:penstock:" in path]
-    return [*segments, *(f"child {process.pid}" for process in multiprocessing.active_children())]
+    names = [f"child {process.pid}" for process in multiprocessing.active_children()]
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # a thread has closed it
+            if (name := os.readlink(f"/proc/self/fd/{number}")).startswith("/memfd:penstock:"):
+                names.append(name)
+    return names
 
 
 def files_left(before):
