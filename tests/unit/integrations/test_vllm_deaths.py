@@ -75,8 +75,8 @@ def test_await_death_makes_no_call_while_the_executor_shuts_down() -> None:
     assert wait.calls == 0 and not deaths.first_death()
 
 
-def end_after_its_peer(replies: Ring[bytes], steps: Ring[bytes]) -> None:
-    """A worker that closes its end for a death that this worker alone knows of."""
+def close_queue_and_wait(replies: Ring[bytes], steps: Ring[bytes]) -> None:
+    """A survivor closes a queue before the test process knows of the death."""
     with replies.open_sender(name="VllmWorker-0") as sender, steps.open_sender(name="VllmWorker-0"):
         sender.send(b"attached")
         sender.close()
@@ -86,7 +86,7 @@ def end_after_its_peer(replies: Ring[bytes], steps: Ring[bytes]) -> None:
 def test_death_behind_a_closed_end_is_the_first_of_the_group() -> None:
     group, replies, steps = EndGroup(), Ring[bytes](), Ring[bytes]()
     receiver, waiting = replies.open_receiver(group=group), steps.open_receiver(group=group)
-    with spawn(end_after_its_peer, replies, steps) as worker:
+    with spawn(close_queue_and_wait, replies, steps) as worker:
         assert receiver.receive(10) == b"attached"
         with pytest.raises(EndOfChannel):
             receiver.receive(10)
@@ -102,7 +102,7 @@ def test_death_behind_a_closed_end_is_the_first_of_the_group() -> None:
 def test_process_that_another_thread_reaps_is_noted_with_its_exit_code() -> None:
     codes = iter([None, None, -9])
     read, write = os.pipe()
-    os.close(write)  # readable, as the sentinel of a process that has ended
+    os.close(write)  # readable, like the sentinel of an ended process
     reaped = type("Process", (), {"exitcode": property(lambda self: next(codes, -9)), "name": "VllmWorker-1"})()
     reaped.sentinel, reaped.pid = read, 4711
     assert str(deaths.note_failed([reaped])) == "VllmWorker-1 (rank 1, pid 4711) died: killed by SIGKILL"

@@ -28,6 +28,7 @@ from tests.support.vllm_server import NAME, VllmServer
 STREAMS = 6
 START = 120.0
 END = 30.0
+SERVES = "Application startup complete."  # of uvicorn
 VICTIMS = ("EngineCore", "ApiServer_0", "VllmWorker-0", "VllmWorker-1")
 OPTIONS = "--host 127.0.0.1 --dtype float32 --max-model-len 512 --enforce-eager --worker-cls stub_worker.ServedWorker"
 
@@ -67,6 +68,7 @@ class ForkedServer:
         while True:
             try:
                 self.server.ask("hello", 1)
+                assert self.server.log.read_text(errors="replace").count(SERVES) == 2
                 return self.server
             except (OSError, AssertionError):
                 if time.monotonic() > deadline or not self.process.is_alive():
@@ -146,14 +148,14 @@ def keep_modules(folder):
     from vllm.v1.engine.core import EngineCoreProc
 
     def keeping(run):
-        def kept(*arguments, **keywords):
+        def run_and_write(*arguments, **keywords):
             try:
                 run(*arguments, **keywords)
             finally:
                 with suppress(FileNotFoundError):  # the folder is that of the first server
                     (Path(folder) / f"{os.getpid()}.modules").write_text("\n".join(sys.modules))
 
-        return kept
+        return run_and_write
 
     vllm.v1.utils.run_api_server_worker_proc = keeping(vllm.v1.utils.run_api_server_worker_proc)
     EngineCoreProc.run_engine_core = staticmethod(keeping(EngineCoreProc.run_engine_core))
