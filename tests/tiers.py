@@ -63,6 +63,7 @@ PIPE_DEATHS             = choose(20,      1_000,   10_000)     # test_wake_up_pi
 SERVED_DEATHS           = choose(0,       34,      1_000)      # test_server_descriptors: of each kind of process
 VLLM_DEATHS             = choose(20,      1_000,   10_000)     # test_queue_deaths: of users of vLLM's queue
 VLLM_WORKER_DEATHS      = choose(8,       200,     1_000)      # test_executor_deaths: of workers of vLLM's executor
+VLLM_SERVER_DEATHS      = choose(0,       24,      1_000)      # test_server_deaths: of processes of vllm serve
 VLLM_IMAGE_ABORTS       = choose(60,      1_000,   10_000)     # test_serving_images: requests with clients that go
 # property: examples of hypothesis, and seeds of traces
 CHANNELS_EXAMPLES       = choose(100,     500,     5_000)      # test_channels: of each of three channels

@@ -49,11 +49,12 @@ if TYPE_CHECKING:
     __version__: str
 else:
 
-    def _is_serve_command() -> bool:
-        """Whether this process begins as `penstock serve`, or as `python -m penstock serve`."""
+    def _is_quick_command() -> bool:
+        """Whether this process begins as `penstock serve` or `penstock inspect`, also by `python -m penstock`."""
         words = sys.orig_argv
         module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
-        return sys.argv[1:2] == ["serve"] and (module == ["penstock"] or os.path.basename(sys.argv[0]) == "penstock")
+        is_penstock = module == ["penstock"] or os.path.basename(sys.argv[0]) == "penstock"
+        return is_penstock and sys.argv[1:2] in (["serve"], ["inspect"])
 
     def _import_names() -> None:
         from penstock import public_names
@@ -61,8 +62,8 @@ else:
         globals().update({name: getattr(public_names, name) for name in __all__ if name != "__version__"})
 
     def __getattr__(name: str) -> object:
-        """Returns the version, which takes 25 ms to find. The command `penstock serve` imports the public names at the
-        first use of a name."""
+        """Returns the version, which takes 25 ms to find. A quick command imports the public names at the first use
+        of a name."""
         if name == "__version__":
             from importlib.metadata import version
 
@@ -116,5 +117,5 @@ __all__ = [
 
 # Numpy and the core take 0.2 s. Any other process imports them now: it may have no descriptor, or no right to read a
 # file, when it needs the name of an error.
-if not TYPE_CHECKING and not _is_serve_command():
+if not TYPE_CHECKING and not _is_quick_command():
     _import_names()

@@ -15,10 +15,11 @@ import pytest
 
 from tests import tiers
 from tests.support import peer, tiny_models
-from tests.support.vllm_server import START
+from tests.support.vllm_server import START, serving
 
 INSIDE = Path(__file__).parent / "inside"
 PARTS = "queue,steps"
+PROMPTS = ["hello", "The quick brown fox", "0, 1, 2, 3,"]  # of inside/combinations.py
 VARIABLES = {"PENSTOCK_VLLM_STRICT": "1", "PENSTOCK_VLLM_CHECK_STEPS": "1"}
 
 pytestmark = pytest.mark.timeout(2 * START)
@@ -77,6 +78,25 @@ def test_answers_of_two_engines_are_equal_and_vllms(site: Path, model: Path, tmp
 
 
 @tiers.needs_all
+def test_answers_from_kv_in_files_are_vllms(site: Path, model: Path, tmp_path: Path) -> None:
+    expected, actual, log = answers_of("connector", site, model, tmp_path)
+    assert actual == expected
+    assert actual[1] == actual[2]
+    assert log.count("External Cache Hit!") == 6, "answers were computed again"
+
+
+@tiers.needs_all
 def test_sleep_mode_is_refused_by_vllm_on_a_cpu(site: Path, model: Path, tmp_path: Path) -> None:
     expected, actual, _ = answers_of("sleep mode", site, model, tmp_path)
     assert all("Sleep mode is not supported on current platform" in text for text in (expected, actual))
+
+
+@tiers.needs_all
+def test_two_api_servers_answer_as_llm_without_the_plugin(site: Path, model: Path, tmp_path: Path) -> None:
+    expected, actual, _ = answers_of("text", site, model, tmp_path)
+    assert actual == expected
+    log = tmp_path / "log"
+    with serving(site, model, log, "--api-server-count", "2", PENSTOCK_VLLM=PARTS, **VARIABLES) as server:
+        answers = [[server.ask(prompt, 32) for prompt in PROMPTS] for _ in range(4)]
+        assert len(server.api_servers()) == 2
+    assert answers == [expected] * 4

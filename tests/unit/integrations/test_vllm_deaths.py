@@ -9,6 +9,7 @@ import pytest
 
 from penstock import EndGroup, Ring
 from penstock.environment import VLLM_DEATHS
+from penstock.errors import EndOfChannel
 from penstock.integrations.vllm import deaths
 from tests.conftest import spawn
 
@@ -72,3 +73,37 @@ def test_await_death_makes_no_call_while_the_executor_shuts_down() -> None:
         os.kill(worker.pid, 9)
         wait.thread.join(10)
     assert wait.calls == 0 and not deaths.first_death()
+
+
+def close_queue_and_wait(replies: Ring[bytes], steps: Ring[bytes]) -> None:
+    """A survivor closes a queue before the test process knows of the death."""
+    with replies.open_sender(name="VllmWorker-0") as sender, steps.open_sender(name="VllmWorker-0"):
+        sender.send(b"attached")
+        sender.close()
+        threading.Event().wait()
+
+
+def test_death_behind_a_closed_end_is_the_first_of_the_group() -> None:
+    group, replies, steps = EndGroup(), Ring[bytes](), Ring[bytes]()
+    receiver, waiting = replies.open_receiver(group=group), steps.open_receiver(group=group)
+    with spawn(close_queue_and_wait, replies, steps) as worker:
+        assert receiver.receive(10) == b"attached"
+        with pytest.raises(EndOfChannel):
+            receiver.receive(10)
+        assert deaths.death_behind(group, 0) is None
+        pid = worker.pid
+        assert pid is not None
+        os.kill(pid, 9)
+        death = deaths.death_behind(group, 10)
+    assert death is not None and death.pid == pid and str(death) == deaths.first_death()
+    waiting.close()
+
+
+def test_process_that_another_thread_reaps_is_noted_with_its_exit_code() -> None:
+    codes = iter([None, None, -9])
+    read, write = os.pipe()
+    os.close(write)  # readable, like the sentinel of an ended process
+    reaped = type("Process", (), {"exitcode": property(lambda self: next(codes, -9)), "name": "VllmWorker-1"})()
+    reaped.sentinel, reaped.pid = read, 4711
+    assert str(deaths.note_failed([reaped])) == "VllmWorker-1 (rank 1, pid 4711) died: killed by SIGKILL"
+    os.close(read)

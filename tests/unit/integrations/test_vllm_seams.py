@@ -109,3 +109,9 @@ def test_names_that_a_newer_vllm_has_in_addition_are_no_misfit(monkeypatch: pyte
         "in this vLLM stand_in:Queue also has get",
         "in this vLLM stand_in:Handle also has arena",
     ]
+
+
+def test_names_of_a_class_that_is_replaced_already_are_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(seams.SEAMS, "queue", (Methods("stand_in:Queue", frozenset({"put"})),))
+    monkeypatch.setattr(Queue, "__module__", "penstock.integrations.vllm.queue")
+    assert growths("queue") == []

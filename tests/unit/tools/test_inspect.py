@@ -591,3 +591,11 @@ def test_exception_of_an_end_is_in_the_table() -> None:
             [sys.executable, "-m", "penstock", "inspect", str(os.getpid())], capture_output=True, text=True, timeout=60
         )
     assert "dead: RuntimeError: no such layer" in done.stdout, done.stdout + done.stderr
+
+
+def test_inspect_of_queues_of_bytes_does_not_import_numpy() -> None:
+    with penstock.Broadcast(receivers=1, name="steps"):
+        command = [sys.executable, "-X", "importtime", "-m", "penstock", "inspect", str(os.getpid())]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "broadcast 'steps'" in done.stdout
+    assert "penstock.tools.inspect" in done.stderr and "numpy" not in done.stderr

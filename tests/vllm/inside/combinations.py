@@ -15,6 +15,7 @@ from offline import keep_method
 
 LIMIT = 180  # seconds, without the plugin and with it
 PROMPTS = ["hello", "The quick brown fox", "0, 1, 2, 3,"]
+LONG_PROMPTS = [letter * 300 for letter in "abc"]  # some blocks of the KV cache
 GRAMMAR = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}},
@@ -24,11 +25,13 @@ ADAPTER = {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "target_modules": ["q_
 OPTIONS = {
     "adapters": {"tensor_parallel_size": 2, "enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
     "call": {"tensor_parallel_size": 2},
+    "connector": {"distributed_executor_backend": "mp", "enable_prefix_caching": False},  # ranks share files
     "data": {"tensor_parallel_size": 2, "data_parallel_size": 2},
     "grammar": {"tensor_parallel_size": 2},
     "pipeline": {"pipeline_parallel_size": 2},
     "sleep": {"tensor_parallel_size": 2},
     "sleep mode": {"tensor_parallel_size": 2, "enable_sleep_mode": True},
+    "text": {"tensor_parallel_size": 2},
 }
 
 
@@ -81,6 +84,14 @@ def call(llm, folder):
     return [token_ids(llm), [(number, len(text), text[:1]) for number, text in replies], token_ids(llm)]
 
 
+def connector(llm, folder):
+    """The second answers read the KV cache of the first from files."""
+    first = token_ids(llm, LONG_PROMPTS)
+    files = sorted(path.name for path in Path(folder).rglob("*.safetensors"))
+    assert files
+    return [files, first, token_ids(llm, LONG_PROMPTS)]
+
+
 def grammar(llm, folder):
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -99,6 +110,11 @@ def sleep(llm, folder):
         llm.wake_up(tags=["scheduling"] if level == 0 else None)
         answers.append(token_ids(llm))
     return answers
+
+
+def text(llm, folder):
+    outputs = [llm.generate(prompt, greedy(), use_tqdm=False)[0] for prompt in PROMPTS]
+    return [output.outputs[0].text for output in outputs]
 
 
 async def data(options):
@@ -126,6 +142,13 @@ def answers_of(name, model, folder):
     options |= OPTIONS[name]
     if name == "data":
         return asyncio.run(data(options))
+    if name == "connector":
+        extra = {"shared_storage_path": folder}
+        options["kv_transfer_config"] = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+        }
     try:
         llm = LLM(**options)
     except ValueError as error:

@@ -1,26 +1,23 @@
-"""Kills workers of vLLM's executor, which have no model: COUNT SEED MODEL WORKERS. SIGTERM: the next kill is the last.
+"""Kills workers of vLLM's executor, which have no model: busy, in a collective, in the first step, and idle.
 
-Prints as JSON, for each scene, the seconds from each kill until the failure callback was called and until the waiting
-call raised, the seconds until the kernel had ended the process, the errors that are not as promised, and what was left
-behind. Workers are forks of this process, which imports what they import: a kill takes half a second.
+Times each kill until the waiting call raised, until the failure callback was called, and until the kernel had ended
+the process. A kill costs a fraction of a second: workers are forks of a process that has imported what they import.
 """
 
-import gc
-import importlib
-import json
 import multiprocessing
 import os
-import random
-import select
-import signal
 import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
-from pathlib import Path
+import traceback
+from multiprocessing.connection import wait
 
-from penstock.integrations.vllm import register
+import campaign
+from offline import keep_method
+
+from penstock.environment import VLLM_DEATHS
+from penstock.integrations.vllm import deaths
 
 LIMIT = 5.0
 SCENES = ("busy", "collective", "first", "idle")
@@ -29,6 +26,7 @@ SCENES = ("busy", "collective", "first", "idle")
 def config_of(model, workers):
     from vllm.engine.arg_utils import EngineArgs
 
+    keep_method("fork")  # each worker would import vLLM anew
     arguments = EngineArgs(
         model=model,
         tensor_parallel_size=workers,
@@ -38,10 +36,7 @@ def config_of(model, workers):
         dtype="float32",
         enforce_eager=True,
     )
-    config = arguments.create_engine_config()
-    # On a CPU vLLM sets it to spawn as it checks the configuration; each worker would import vLLM anew.
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
-    return config
+    return arguments.create_engine_config()
 
 
 class Call(threading.Thread):
@@ -71,19 +66,16 @@ class End(threading.Thread):
         self.start()
 
     def run(self):
-        select.select([self.descriptor], [], [])
+        wait([self.descriptor])
         self.at = time.monotonic()
         os.close(self.descriptor)
 
 
-def scene_of(executor, scene, chance, fifo):
-    """Kills a worker in the scene. Returns seconds until the callback, and until the call; until the end of the worker;
-    and what is wrong."""
-    called_at = []
-    executor.register_failure_callback(lambda: called_at.append(time.monotonic()))
+def times_of(executor, victim, scene, chance, fifo):
+    """Kills the worker in the scene. Returns the seconds until each effect, and the error of the waiting call."""
+    called, called_at = threading.Event(), []
+    executor.register_failure_callback(lambda: (called_at.append(time.monotonic()), called.set()))
     call = Call(executor, scene, fifo)
-    # In a collective the first rank waits for the others.
-    victim = executor.workers[chance.randrange(1 if scene == "collective" else 0, len(executor.workers))]
     if scene != "idle":
         call.start()
     if scene != "first":
@@ -93,40 +85,59 @@ def scene_of(executor, scene, chance, fifo):
     victim.proc.kill()
     if scene != "idle":
         call.join(LIMIT)
-    while not called_at and time.monotonic() < killed_at + LIMIT:
-        time.sleep(0.001)
+    called.wait(LIMIT)
     end.join(LIMIT)
-    took, ended = [called_at[0] - killed_at if called_at else None], end.at - killed_at
-    if scene == "idle":
-        return took, ended, None
-    took.append(call.ended_at - killed_at if call.ended_at else None)
-    error = call.error
-    promised = (f"VllmWorker-{victim.rank}", victim.rank, victim.proc.pid, 9)
+    moments = {"the callback": called_at[0] if called_at else None, "the end of the process": end.at}
+    if scene != "idle":
+        moments["the error"] = call.ended_at
+    return {name: None if at is None else at - killed_at for name, at in moments.items()}, call.error
+
+
+def fault_of(scene, victim, error):
+    """Returns what is not as promised in the error, or in the text for the clients; None: all is."""
+    pid = victim.proc.pid
+    text = f"VllmWorker-{victim.rank} (rank {victim.rank}, pid {pid}) died: killed by SIGKILL"
+    if deaths.first_death() != text:
+        return f"{scene}: clients of {text!r} read {deaths.first_death()!r}"
+    promised = (f"VllmWorker-{victim.rank}", victim.rank, pid, 9)
     actual = tuple(getattr(error, name, None) for name in ("name", "rank", "pid"))
-    if (*actual, getattr(getattr(error, "cause", None), "signal", None)) != promised:
-        return took, ended, f"{scene}: {type(error).__name__}: {error}"
-    return took, ended, None
+    actual += (getattr(getattr(error, "cause", None), "signal", None),)
+    if scene != "idle" and actual != promised:
+        return f"{scene}: {type(error).__name__}: {error}"
+    return None
 
 
-def belongings():
-    """What would show that something was left: files of shared memory, segments, children."""
-    names = [path for name in os.listdir("/proc/self/fd") if os.path.exists(path := f"/proc/self/fd/{name}")]
-    segments = [path for path in map(os.readlink, names) if "memfd:penstock" in path]
-    return len(os.listdir("/dev/shm")), len(segments), len(multiprocessing.active_children())
+def clean_board():
+    """Forks kill at the same time, so each has a board of deaths."""
+    if not os.environ.get(VLLM_DEATHS.name, "").startswith(f"/proc/{os.getpid()}/"):
+        os.environ.pop(VLLM_DEATHS.name, None)
+        deaths.open_board()
+    os.truncate(os.environ[VLLM_DEATHS.name], 0)
 
 
-def kill_one_of(config, scene, chance, fifo):
+def kill_worker(config, index, chance):
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    executor = MultiprocExecutor(config)
-    workers = executor.workers
-    try:
-        return scene_of(executor, scene, chance, fifo)
-    finally:
-        for worker in workers:
-            worker.proc.kill()
-            worker.proc.join()
-        executor.shutdown()
+    clean_board()
+    scene = SCENES[index % len(SCENES)]
+    with tempfile.TemporaryDirectory() as folder:
+        fifo = os.path.join(folder, "fifo")
+        os.mkfifo(fifo)
+        executor = MultiprocExecutor(config)
+        workers = executor.workers
+        # In a collective the first rank waits for the others.
+        victim = workers[chance.randrange(1 if scene == "collective" else 0, len(workers))]
+        try:
+            took, error = times_of(executor, victim, scene, chance, fifo)
+            return {"scene": scene, "took": took, "wrong": fault_of(scene, victim, error)}
+        except Exception:
+            return {"scene": scene, "took": {}, "wrong": traceback.format_exc()}
+        finally:
+            for worker in workers:
+                worker.proc.kill()
+            for worker in workers:
+                worker.proc.join()
+            executor.shutdown()
 
 
 def prepare_forks(config):
@@ -135,40 +146,19 @@ def prepare_forks(config):
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     executor = MultiprocExecutor(config)
-    for name in executor.collective_rpc("modules", unique_reply_rank=0):
-        if name not in sys.modules:
-            with suppress(ImportError):
-                importlib.import_module(name)
+    names = executor.collective_rpc("modules", unique_reply_rank=0)
     executor.shutdown()
     current_platform.register_triton_kernel_overrides = lambda: None  # walks over all modules of a worker
-    gc.freeze()  # a collection in a fork would copy all pages
-
-
-def main(count, seed, model, workers):
-    sys.path.insert(0, str(Path(__file__).parent))
-    register()
-    config = config_of(model, workers)
-    prepare_forks(config)
-    chance = random.Random(seed)
-    is_over = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: is_over.set())
-    took, ended, wrong, before = {scene: [] for scene in SCENES}, [], [], belongings()
-    with tempfile.TemporaryDirectory() as folder:
-        fifo = os.path.join(folder, "fifo")
-        os.mkfifo(fifo)
-        for index in range(count):
-            scene = SCENES[index % len(SCENES)]
-            durations, end, error = kill_one_of(config, scene, chance, fifo)
-            took[scene].append(durations)
-            ended.append(end)
-            if error is not None:
-                wrong.append(error)
-            if is_over.is_set():
-                break
-    gc.collect()  # the executor, its calls and its threads know each other
-    left = [now - then for now, then in zip(belongings(), before)]
-    print("DEATHS " + json.dumps({"took": took, "ended": ended, "wrong": wrong, "left": left}))
+    campaign.import_modules(names)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    from vllm.plugins import load_general_plugins
+
+    options = campaign.arguments_of(__doc__)
+    sys.path.insert(0, campaign.folder_of_this())
+    multiprocessing.current_process().name = "EngineCore"
+    load_general_plugins()
+    config = config_of(options.model, options.workers)
+    prepare_forks(config)
+    campaign.run(options, lambda index, chance: kill_worker(config, index, chance))

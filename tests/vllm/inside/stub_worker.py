@@ -2,9 +2,15 @@
 
 import os
 import sys
+import time
 
 import torch
-from vllm.v1.worker.worker_base import WorkerBase
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+STEP = 0.005  # seconds
+TOKEN = 65
 
 
 class StubWorker(WorkerBase):
@@ -40,3 +46,34 @@ class StubWorker(WorkerBase):
     def loop(self, number):
         while self.rank == 0:
             number += 1
+
+
+class ServedWorker(StubWorker):
+    """Enough for `vllm serve`: each request in a step gets one token."""
+
+    def get_kv_cache_spec(self):
+        return {"layer": FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)}
+
+    def get_supported_kv_cache_layouts(self):
+        return ["LBHNC"]
+
+    def determine_available_memory(self):
+        return 1 << 20
+
+    def initialize_from_config(self, kv_cache_config):
+        pass
+
+    def compile_or_warm_up_model(self):
+        return CompilationTimes(0.0, 0.0)
+
+    def get_supported_tasks(self):
+        return ("generate",)
+
+    def execute_model(self, scheduler_output):
+        self.scheduled = list(scheduler_output.num_scheduled_tokens)
+        return None if self.scheduled else EMPTY_MODEL_RUNNER_OUTPUT
+
+    def sample_tokens(self, grammar_output):
+        time.sleep(STEP)
+        indices = {request: index for index, request in enumerate(self.scheduled)}
+        return ModelRunnerOutput(self.scheduled, indices, [[TOKEN] for _ in self.scheduled])

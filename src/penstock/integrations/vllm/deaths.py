@@ -15,6 +15,7 @@ import functools
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -28,7 +29,11 @@ from penstock.integrations.vllm.left_files import remove_left_files
 from penstock.integrations.vllm.settings import LOGGER
 
 RANK = re.compile(r"VllmWorker-(\d+)")  # vLLM's name of a worker's process
-REAPED_S = 0.2  # from the end of a process until it can be reaped
+REAPED_S = 0.2  # from the end of a process until its exit code is known
+REAP_POLL_S = 0.001  # of a thread, while another thread reaps the process
+CAUSE_S = (
+    0.3  # from the close of an end by another process until the death that the other process knew of is known here
+)
 SHUTDOWN_POLL_S = 5.0  # of a thread that waits for a death
 
 
@@ -86,9 +91,26 @@ def note_failed(processes: Sequence[Any]) -> ProcessDied | None:
     by_sentinel = {process.sentinel: process for process in processes}
     for sentinel in wait(list(by_sentinel), timeout=0):
         process = by_sentinel[sentinel]
-        process.join(REAPED_S)
-        if process.exitcode:
-            return note(ProcessDied.of(process.name, process.pid, DeathCause.of_exit_code(process.exitcode)))
+        if exit_code := exit_code_of(process):
+            return note(ProcessDied.of(process.name, process.pid, DeathCause.of_exit_code(exit_code)))
+    return None
+
+
+def exit_code_of(process: Any) -> int | None:
+    """Returns the exit code of a process that has ended. `exitcode` is None while another thread reaps the process."""
+    deadline = time.monotonic() + REAPED_S
+    while process.exitcode is None and time.monotonic() < deadline:
+        time.sleep(REAP_POLL_S)
+    exit_code: int | None = process.exitcode
+    return exit_code
+
+
+def death_behind(group: EndGroup, timeout: float) -> ProcessDied | None:
+    """Returns the death for which another process has closed its ends: a survivor may know of a death first."""
+    try:
+        group.wait(timeout)
+    except PeerDied as death:
+        return process_died(death)
     return None
 
 
@@ -151,8 +173,14 @@ def replace_in_executor() -> None:
     @before(MultiprocExecutor, "collective_rpc")
     def require_workers(executor: Any, *_: Any, **__: Any) -> None:
         """Its monitor was first: vLLM's own error has no cause."""
-        if executor.is_failed and (death := note_failed([worker.proc for worker in executor.workers])):
+        if executor.is_failed and (death := death_of_worker(executor)):
             raise death
+
+
+def death_of_worker(executor: Any) -> ProcessDied | None:
+    group = getattr(executor.rpc_broadcast_mq, "end_group", None)
+    death = None if group is None else death_behind(group, CAUSE_S)
+    return death or note_failed([worker.proc for worker in executor.workers])
 
 
 def await_death(executor: Any, group: EndGroup, callback: Callable[[], None]) -> None:

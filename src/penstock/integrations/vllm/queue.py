@@ -284,6 +284,9 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
     def _raise_end(self, end: PenstockError) -> NoReturn:
         if isinstance(end, PeerDied):
             raise deaths.process_died(end) from end
+        # The other end may have been closed by a process that knew of a death first.
+        if death := deaths.death_behind(_group(self.handle.group), 0 if self.shutting_down else deaths.CAUSE_S):
+            raise death from end
         raise RuntimeError(f"cancelled: {end}") from end
 
 

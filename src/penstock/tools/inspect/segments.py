@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock import _native
-from penstock.codec.catalogue import Schema
 from penstock.errors import LayoutMismatch
 from penstock.memory import Segment
 from penstock.tools.format import printable
@@ -63,6 +62,8 @@ def snapshot_of(pid: int, number: int, place: Place) -> Json:
 @functools.lru_cache(maxsize=64)
 def messages_of(schema: str) -> Json:
     """Returns the names of a channel's messages, or the error of its description."""
+    from penstock.codec.catalogue import Schema  # and numpy, which takes as long as all else that the command imports
+
     try:
         return {"messages": [message.name for message in Schema.decode(schema.encode()).messages]}
     except LayoutMismatch as error:

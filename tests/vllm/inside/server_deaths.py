@@ -1,0 +1,187 @@
+"""Kills the engine core, one of two API servers or a worker of `vllm serve` without a model, busy and idle.
+
+Times each kill until clients with open streams had the error, and until /health said so. A server takes seconds to
+start: its processes are forks of a process that has imported what they import.
+"""
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+import campaign
+from offline import keep_method
+
+from penstock.environment import VLLM_DEATHS
+from penstock.integrations.vllm import deaths
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from tests.support.vllm_server import NAME, VllmServer
+
+STREAMS = 6
+START = 120.0
+END = 30.0
+SERVES = "Application startup complete."  # of uvicorn
+VICTIMS = ("EngineCore", "ApiServer_0", "VllmWorker-0", "VllmWorker-1")
+OPTIONS = "--host 127.0.0.1 --dtype float32 --max-model-len 512 --enforce-eager --worker-cls stub_worker.ServedWorker"
+
+
+def serve(options, port, log):
+    """The first process of a server, in a session of its own."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    os.setsid()
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    os.environ.pop(VLLM_DEATHS.name, None)
+    deaths.open_board()
+    multiprocessing.get_context = lambda method=None: campaign.FORK  # API servers are always spawned
+    words = [options.model, "--served-model-name", NAME, "--port", str(port), "--api-server-count", "2"]
+    words += ["--tensor-parallel-size", str(options.workers), *OPTIONS.split()]
+    ServeSubcommand.cmd(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
+
+
+class ForkedServer:
+    """A server that has answered. It has ended, with all its processes, at the end of the block."""
+
+    def __init__(self, options, folder):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        log = Path(folder) / "log"
+        self.process = campaign.FORK.Process(target=serve, args=(options, port, log), name="MainProcess")
+        self.process.start()
+        self.server = VllmServer(self.process, port, log)
+
+    def __enter__(self):
+        deadline = time.monotonic() + START
+        while True:
+            try:
+                self.server.ask("hello", 1)
+                assert self.server.log.read_text(errors="replace").count(SERVES) == 2
+                return self.server
+            except (OSError, AssertionError):
+                if time.monotonic() > deadline or not self.process.is_alive():
+                    text = self.server.log.read_text(errors="replace")
+                    self.__exit__()
+                    raise RuntimeError(f"the server does not answer: {text[-3000:]}") from None
+                time.sleep(0.05)
+
+    def __exit__(self, *_):
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGTERM)
+        self.process.join(END)
+        for pid in self.server.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.join()
+
+
+def pid_of(server, victim):
+    if victim == "EngineCore":
+        return server.core()
+    if victim == "ApiServer_0":
+        return server.api_servers()[0]
+    return server.workers()[int(victim[-1])]
+
+
+def fault_of(server, victim, pid, streams):
+    """Returns what is not as promised; None: all is."""
+    rank = f"rank {victim[-1]}, " if victim.startswith("VllmWorker") else ""
+    text = f"{victim} ({rank}pid {pid}) died: killed by SIGKILL"
+    errors = [stream.error()[1] for stream in streams if stream.has_error()]
+    if streams and not errors:
+        return f"{victim}: no client has an error; {server.log.read_text(errors='replace')[-4000:]}"
+    if victim != "ApiServer_0" and len(errors) < len(streams):
+        return f"{victim}: {len(errors)} of {len(streams)} clients have an error"
+    for error in errors:
+        if not error.endswith(text):
+            return f"{victim} (pid {pid}): {error}"
+    return None
+
+
+def times_of(server, victim, pid, streams):
+    """Kills the process. Returns the seconds until each effect."""
+    killed_at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    took = {"/health": server.unhealthy_at() - killed_at}
+    for stream in streams:
+        stream.join(END)
+    if streams:
+        ended = [stream.ended_at for stream in streams if not stream.has_error()]
+        ended += [stream.error()[0] for stream in streams if stream.has_error()]
+        took["the last client's answer"] = max(ended) - killed_at
+    return took
+
+
+def kill_process(options, index, chance):
+    victim = VICTIMS[index % len(VICTIMS)]
+    scene = f"{victim} {'busy' if index // len(VICTIMS) % 2 == 0 else 'idle'}"
+    outcome = {"scene": scene, "took": {}, "wrong": None}
+    try:
+        with tempfile.TemporaryDirectory() as folder, ForkedServer(options, folder) as server:
+            # One after the other: a server that wakes first accepts all connections that wait.
+            streams = [server.streams(1)[0] for _ in range(STREAMS)] if scene.endswith("busy") else []
+            time.sleep(chance.random() * 0.05)
+            pid = pid_of(server, victim)
+            outcome["took"] = times_of(server, victim, pid, streams)
+            outcome["wrong"] = fault_of(server, victim, pid, streams)
+    except Exception:
+        outcome["wrong"] = traceback.format_exc()
+    return outcome
+
+
+# ── what processes of a server import ──
+def keep_modules(folder):
+    """Has each process of a server write the names of its modules as it ends."""
+    import vllm.v1.utils
+    from vllm.v1.engine.core import EngineCoreProc
+
+    def keeping(run):
+        def run_and_write(*arguments, **keywords):
+            try:
+                run(*arguments, **keywords)
+            finally:
+                with suppress(FileNotFoundError):  # the folder is that of the first server
+                    (Path(folder) / f"{os.getpid()}.modules").write_text("\n".join(sys.modules))
+
+        return run_and_write
+
+    vllm.v1.utils.run_api_server_worker_proc = keeping(vllm.v1.utils.run_api_server_worker_proc)
+    EngineCoreProc.run_engine_core = staticmethod(keeping(EngineCoreProc.run_engine_core))
+
+
+def prepare_forks(options):
+    import vllm.entrypoints.cli.serve
+    import vllm.v1.engine.async_llm
+    import vllm.v1.executor.multiproc_executor  # noqa: F401
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides = lambda: None  # walks over all modules of a worker
+    keep_method("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        keep_modules(folder)
+        with ForkedServer(options, folder):
+            pass
+        names = {name for path in Path(folder).glob("*.modules") for name in path.read_text().split()}
+    campaign.import_modules(["stub_worker", *sorted(names)])
+
+
+if __name__ == "__main__":
+    from vllm.plugins import load_general_plugins
+
+    options = campaign.arguments_of(__doc__)
+    sys.path.insert(0, campaign.folder_of_this())
+    load_general_plugins()
+    prepare_forks(options)
+    campaign.run(options, lambda index, chance: kill_process(options, index, chance))
