@@ -61,7 +61,7 @@ class ForkServerProcess:
     inherited: tuple[object, ...]
     packages: list[object]  # states of their files
     started: float
-    forks: set[int]  # pids of forks; the launcher watches them
+    forks: list[ForkedProcess]  # the launcher waits for them; forks that have been waited for are dropped
     is_ready: bool = False
     is_outdated: bool = False  # packages have other files now
 
@@ -79,7 +79,7 @@ class ForkServerProcess:
             launched.end()
             raise
         launched.connection.settimeout(REPLY_TIMEOUT_S)
-        return cls(process, pidfd, launched.connection, launched.inherited, states, launched.started, set())
+        return cls(process, pidfd, launched.connection, launched.inherited, states, launched.started, [])
 
     @property
     def is_stopped(self) -> bool:
@@ -88,8 +88,8 @@ class ForkServerProcess:
             return os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
         return False
 
-    def fork(self, descriptors: list[int]) -> int:
-        """Returns the pid of a fork. Raises OSError."""
+    def fork(self, descriptors: list[int]) -> ForkedProcess:
+        """Returns a fork. Raises OSError."""
         forking.send_request(self.connection, descriptors)
         poller = select.poll()
         poller.register(self.connection, select.POLLIN)
@@ -106,15 +106,17 @@ class ForkServerProcess:
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises ChildProcessError for a foreign process
-        self.forks.add(pid)
-        return pid
+        fork = ForkedProcess(pid)
+        self.forks = [*(former for former in self.forks if former.exitcode is None), fork]
+        return fork
 
     def end(self) -> DeathCause:
         """Kills the process, if alive, and returns how the process has ended."""
         self.process.kill()
         self.process.join()
         death = DeathCause.of_exit_code(self.process.exitcode or 0)
-        reap_forks(forking.process_name(self.process.pid or 0), self.forks)
+        watched = {fork.pid for fork in self.forks if fork.exitcode is None}  # a pid may be given again
+        reap_forks(forking.process_name(self.process.pid or 0), watched)
         self.process.close()
         self.connection.close()
         os.close(self.pidfd)
@@ -187,12 +189,12 @@ class ForkServer:
             memory.seek(0)  # writes the rest; forks share the position
             with adopting_orphans():
                 try:
-                    pid = server.fork([memory.fileno(), gate_in, *pickler.descriptors])
+                    process = server.fork([memory.fileno(), gate_in, *pickler.descriptors])
                 except OSError as error:
                     self._lose(str(error))
                     return None
             os.write(gate_out, b"\0")
-        return ForkedProcess(pid)
+        return process
 
     def check_stopped(self) -> None:
         """Handles SIGCHLD: a stopped fork server is killed, as nothing waits for its return."""

@@ -216,7 +216,7 @@ class ModelRunner:
         has_products = not self._model.is_packed or bool(input_batch.chunks)  # of torch: in attention, or of images
         use_threads(self._threads, input_batch.slots.size, has_products=has_products)
         try:
-            read = None if self._prompts.is_due(input_batch, batch) else input_batch.last
+            read = input_batch.last if self._prompts.likeliest(input_batch, batch) is None else None
             hidden, failed = self._compute(input_batch, read)
             prompts = self._prompts.score(input_batch, batch, hidden, is_used=self._sampler is not None)
             logits = self._model.logits(hidden[torch.from_numpy(input_batch.last)]) if input_batch.last.size else None
