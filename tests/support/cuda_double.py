@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import shutil
 import subprocess
@@ -559,6 +560,7 @@ def replace(undo: contextlib.ExitStack, module: Any, names: dict[str, Any]) -> N
         setattr(module, name, value)
 
 
+@functools.cache
 def load_guard() -> None:
     """Builds and loads a device guard for CUDA, once for each torch. A torch that is built with CUDA has its own."""
     assert torch.version.cuda is None, "the double of a device needs a torch without CUDA"

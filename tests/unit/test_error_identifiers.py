@@ -52,7 +52,7 @@ EXCEPTIONS = {
     ),
     ".function.name": "the end of a path in a request",
     "qwen3_xml": "a value of --tool-call-parser",
-    "CUDA_VISIBLE_DEVICES": "an environment variable of CUDA",
+    **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "NCCL_P2P_DISABLE"), "environment variables of CUDA and NCCL"),
     "StepDone": "the message that a core awaits of its worker: docs/operations names it",
     "array_like": "an option of msgspec.Struct",
     "example.org": "a host",

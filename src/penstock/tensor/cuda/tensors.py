@@ -191,10 +191,8 @@ class CudaTensors:
             return self.driver.array(part.address, ref.kind, ref.shape, part)
         self.stats.fetched += 1
         copy = self.driver.empty(ref.kind, ref.shape)
-        try:
-            self.driver.fetch(copy, part.address)
-        finally:
-            part.release()  # when the copy is done
+        self.driver.fetch(copy, part.address)
+        part.release()  # when the copy is done
         return copy
 
     def used_on(self, tensor: Any, stream: Any) -> None:

@@ -48,8 +48,10 @@ from penstock.engine.worker.image_encoder import ImageEncoder  # noqa: E402
 from penstock.engine.worker.input_batch import build_batch  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
-from penstock.tensor import Handle  # noqa: E402
+from penstock.tensor import Handle, Store  # noqa: E402
+from penstock.tensor.cuda import CudaPool, CudaTensors, DeviceScope  # noqa: E402
 from tests import tiers  # noqa: E402
+from tests.conftest import eventually  # noqa: E402
 from tests.support.cuda_double import CudaDouble, Fault, Report  # noqa: E402
 from tests.support.ranks import Work, ranks_must_answer, run_ranks  # noqa: E402
 from tests.unit.engine.worker.test_long_answers import random_requests  # noqa: E402
@@ -300,6 +302,38 @@ def test_images_are_released_when_their_step_is_done(
     monkeypatch.setattr(CudaPendingStep, "result", counted)
     assert on_double(of).ask(of.requests[:2]).answers == of.answers[:2]
     assert done
+
+
+def test_images_of_a_device_are_answered_as_those_of_the_host(family: Callable[..., Family]) -> None:
+    """A program has the pixels on the device of the worker."""
+    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings: pip install 'penstock[cuda]'")
+    from tests.support.libcuda import open_device
+
+    of = family("llava")
+    with open_device(), Store(1 << 22) as store:
+        pool = CudaPool.create(1 << 22)
+        tensors = CudaTensors(pool, store)
+        with DeviceScope(tensors, store) as scope:
+            handles = {
+                key: scope.put({name: tensor.pin_memory().to("cuda") for name, tensor in value.items()})
+                for key, value in of.images.items()
+            }
+            runner = device(
+                of,
+                device="cuda",
+                token_budget=BUDGET,
+                store=store,
+                receives_tensors=True,
+                open_handle=lambda handle: handles[handle.key].open(store),
+            )
+            assert ask(runner, of.requests[:2], budget=BUDGET).answers == of.answers[:2]
+            assert runner._images is not None
+            uploads, received = runner._images._encoder._uploads, runner._images._encoder._received
+            assert uploads is not None and uploads.stats.copies == 0 and received is not None
+            assert tensors.stats.puts == len(handles) and tensors.stats.overflowed == tensors.stats.foreign == 0
+        received.close()
+        assert uploads.close()
+        eventually(pool.close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
