@@ -6,7 +6,6 @@ Workers load the adapters of the registry at their start.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import struct
 from collections.abc import Sequence
@@ -70,17 +69,6 @@ class AdapterRegistry(MemoryFile):
         version, _ = HEADER.unpack(os.pread(self._fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))
         os.pwrite(self._fd, content, _begin_of(version + 1))
         os.pwrite(self._fd, HEADER.pack(version + 1, len(content)), 0)  # a reader sees all of it, or nothing
-
-    def lock(self) -> bool:
-        """Returns False if another process has the lock. The lock of a process that dies is free. Raises OSError."""
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def unlock(self) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
 
 def _begin_of(version: int) -> int:

@@ -8,6 +8,7 @@ finds it empty.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import struct
@@ -82,6 +83,17 @@ class MemoryFile:
             with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python, without it
                 pages.madvise(getattr(mmap, advice))
         return pages
+
+    def lock(self) -> bool:
+        """Returns False if another process has the lock. The lock of a process that dies is free. Raises OSError."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -32,17 +32,6 @@ class WeightFile(MemoryFile):
     def read(self, nbytes: int, at: int) -> bytes:
         return os.pread(self._fd, nbytes, at)
 
-    def lock(self) -> bool:
-        """Returns False if another process has the lock. Raises OSError."""
-        try:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
-
-    def unlock(self) -> None:
-        fcntl.lockf(self._fd, fcntl.LOCK_UN)
-
     def seal(self) -> None:
         """Lets no process write to the file any more, but by mappings that are there. Raises OSError."""
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
