@@ -84,8 +84,9 @@ struct CosSin {
 };
 
 // Computes the hidden states of all tokens, all of one dtype: `x` [tokens] with a stride becomes `out` [tokens][size].
-// `final_norm` of the result becomes `normed`, which may be `out`. `rotations`: of each layer. `ranks`: of the model; nullptr: one. Of tokens
-// that the caller does not read, the last of several layers computes keys and values only. Nothing is checked.
+// `final_norm` of the result becomes `normed`, which may be `out`. `rotations`: of each layer. `ranks`: of the model;
+// nullptr: one. Of tokens that the caller does not read, the last of several layers computes keys and values only.
+// Nothing is checked.
 void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const void* x,
                     u64 x_stride, const std::vector<CosSin>& rotations, const NormWeights& final_norm, void* out,
                     void* normed, u64 threads, RankMemory* ranks);

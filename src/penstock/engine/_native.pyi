@@ -235,7 +235,7 @@ class DecoderLayer:
 
     def __init__(self, cache: int, norms: Sequence[tuple[int, float, bool]], linears: tuple[PackedLinear, PackedLinear, PackedLinear | None, PackedLinear | None], heads: Sequence[int], scale: float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None) -> None:
         """
-        `cache`: index of the layer's keys and values. `norms`: address of the weights or 0, epsilon, whether the factor is 1 + w; before attention, of its result, before the MLP, of its result, of queries, of keys. `linears`: queries, keys and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of a value. The rest is as in `prefill_attention`. The caller checks the addresses.
+        `cache`: index of the layer's keys and values. `norms`: address of the weights or 0, epsilon, whether the factor is 1 + w; before attention, of its result, before the MLP, of its result, of queries, of keys. `linears`: queries, keys and values; output; gate and up; down; None twice: the layer ends before its MLP. `heads`: numbers of heads and of KV heads, sizes of a key and of a value. The rest is as in `prefill_attention`. The caller checks the addresses.
         """
 
     def set_adapter(self, adapter: int, product: int, a: PackedLinear, b: PackedLinear) -> None:
@@ -274,7 +274,7 @@ class AttentionStep:
 
 def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sins: Sequence[tuple[int, int]], final_norm: tuple[int, float, bool], out_address: int, threads: int, ranks: RankMemory | None = None, normed_address: int = 0) -> None:
     """
-    Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in elements. `cos_sins`: of each layer, addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. `ranks`: of a model with several; all compute the same tokens. The caller checks the addresses. Raises RuntimeError if a rank ends.
+    Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in elements. `cos_sins`: of each layer, addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`; of the result, which goes to `normed_address`, or replaces the result if that is 0. `ranks`: of a model with several; all compute the same tokens. The caller checks the addresses. Raises RuntimeError if a rank ends.
     """
 
 def resize(frames: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None, 3), order='C', device='cpu', writable=False)], first: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], weights: Annotated[NDArray[numpy.int16], dict(shape=(None, None), order='C', device='cpu', writable=False)], shift: int, is_along_width: bool, out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None, 3), order='C', device='cpu')]) -> None:
