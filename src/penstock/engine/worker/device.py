@@ -27,7 +27,7 @@ from penstock.tensor import Handle, Lease
 if TYPE_CHECKING:  # these import torch and llguidance
     from torch import Tensor
 
-    from penstock.engine.worker.grammars import Grammars, TokenMasks
+    from penstock.engine.worker.grammars import GrammarCounts, Grammars, TokenMasks
     from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs
     from penstock.engine.worker.sampler import SampledTokens
 
@@ -50,17 +50,6 @@ class EncodingCounts:
     encoded: int = 0  # by the model's vision encoder
     hits: int = 0  # in the store, where another engine or an earlier request has left them
     unshared: int = 0  # of those encoded, for which the store had no room, or another engine took too long
-
-
-@dataclass
-class GrammarCounts:
-    """What the thread of grammars has done."""
-
-    open: int = 0  # samples with a grammar
-    compiled: int = 0
-    compile_ns: int = 0
-    masks: int = 0  # rows of steps
-    mask_ns: int = 0
 
 
 class PendingStep(Protocol):
@@ -146,7 +135,7 @@ class Device(Protocol):
     def encodings(self) -> EncodingCounts: ...
 
     @property
-    def grammar_counts(self) -> GrammarCounts: ...
+    def grammars(self) -> LazyGrammars: ...
 
     @property
     def tune_after(self) -> float | None:
@@ -173,9 +162,13 @@ class LazyGrammars:
     def __init__(
         self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
     ) -> None:
-        self.counts = GrammarCounts()
-        self._arguments = directory, vocabulary, end_ids, open_handle, self.counts
+        self._arguments = directory, vocabulary, end_ids, open_handle
         self._grammars: Grammars | None = None
+
+    @property
+    def counts(self) -> GrammarCounts | None:
+        """Returns None before the first grammar."""
+        return None if self._grammars is None else self._grammars.counts
 
     def launch(self, batch: BatchState, step: Step) -> Future[TokenMasks] | None:
         """Begins the masks of a step that `batch` has just applied. Returns None if no sampling row has a grammar."""

@@ -32,7 +32,7 @@ from penstock.engine.protocol.messages import AdapterChange, AdapterState, Ints,
 from penstock.engine.worker import weight_loader
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, set_threads
 from penstock.engine.worker.cpu_threads import share
-from penstock.engine.worker.device import EncodingCounts, GrammarCounts, TorchPendingStep
+from penstock.engine.worker.device import EncodingCounts, LazyGrammars, TorchPendingStep
 from penstock.engine.worker.model import load_on_cpu
 from penstock.engine.worker.model_runner import FULL_STEP_TOKENS
 from penstock.engine.worker.pooler import Pooler
@@ -118,7 +118,7 @@ class EncoderRunner:
         self.tune_after: float | None = None
         self.encodings = EncodingCounts()
         self.adapters: tuple[AdapterState, ...] = ()
-        self.grammar_counts = GrammarCounts()
+        self.grammars = LazyGrammars(path, self.vocabulary, (), Handle.open)  # no request of vectors has a grammar
 
     def change_adapter(self, change: AdapterChange) -> str:
         return "models that attend both ways have no LoRA adapters"

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -27,7 +28,6 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.text.grammar import compile_grammar, has_nothing_left, model_tokenizer
-from penstock.engine.worker.device import GrammarCounts
 
 MAX_COMPILED = 256  # grammars …
 MAX_COMPILED_CHARS = 1 << 17  # … and of their texts: a compiled grammar takes 30 to 130 bytes for each
@@ -40,6 +40,17 @@ class TokenMasks(NamedTuple):
     rows: Index
     bits: Bits  # a row for each of `rows`: bit i % 32 of word i // 32 is set if id i may come
     failed: Mapping[int, FinishReason]  # by slot; the bits of such a row mean nothing
+
+
+@dataclass
+class GrammarCounts:
+    """What the thread of grammars has done."""
+
+    open: int = 0  # samples with a grammar
+    compiled: int = 0
+    compile_ns: int = 0
+    masks: int = 0  # rows of steps
+    mask_ns: int = 0
 
 
 class GrammarState:
@@ -64,19 +75,14 @@ class Grammars:
     """The methods are called in the order `follow`, `begin`, `sampled`, for each step."""
 
     def __init__(
-        self,
-        directory: Path,
-        vocabulary: int,
-        end_ids: Collection[int],
-        open_handle: Callable[[Handle], Lease],
-        counts: GrammarCounts,
+        self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
     ) -> None:
         """`directory`: of the model, with its tokenizer."""
+        self.counts = GrammarCounts()
         self._directory = directory
         self._vocabulary = vocabulary
         self._end_ids = frozenset(end_ids)
         self._open_handle = open_handle
-        self._counts = counts
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the length of the text
         self._compiled_chars = 0
@@ -96,7 +102,7 @@ class Grammars:
             if handle is not None:
                 state = self._states[slot] = GrammarState(slot, handle, batch.generated[slot].tolist())
                 self._thread.submit(self._open, state)
-        self._counts.open = len(self._states)
+        self.counts.open = len(self._states)
 
     def begin(self, slots: Index) -> Future[TokenMasks] | None:
         """Begins the masks of a step, before the device computes the step. `slots`: those that sample. Returns None if
@@ -138,8 +144,8 @@ class Grammars:
         matcher = compile_grammar(self._tokenizer, text)
         if handle.key is not None:
             self._keep(handle.key, matcher, len(text))
-        self._counts.compiled += 1
-        self._counts.compile_ns += time.perf_counter_ns() - began
+        self.counts.compiled += 1
+        self.counts.compile_ns += time.perf_counter_ns() - began
         return matcher
 
     def _keep(self, key: bytes, matcher: LLMatcher, chars: int) -> None:
@@ -168,8 +174,8 @@ class Grammars:
             began = time.perf_counter_ns()
             matchers = [(matcher, number) for number, (_, _, matcher) in enumerate(masked)]
             fill_next_token_bitmask_par(self._executor, matchers, bits)
-            self._counts.masks += len(masked)
-            self._counts.mask_ns += time.perf_counter_ns() - began
+            self.counts.masks += len(masked)
+            self.counts.mask_ns += time.perf_counter_ns() - began
         for number, (_, state, matcher) in enumerate(masked):
             if matcher.is_error():
                 is_stuck = has_nothing_left(matcher)

@@ -143,8 +143,7 @@ class ModelRunner:
         samples = self._ranks.rank == 0 and pooler is None
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if samples else None
         self._prompts = PromptScorer(self._model)
-        self._grammars = LazyGrammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
-        self.grammar_counts = self._grammars.counts
+        self.grammars = LazyGrammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
         self._masks: Future[TokenMasks] | None = None  # of the step that is launched
         if kv_file is not None and not self._model.sums_attention:
             event("kv cache is not kept", WARNING, reason="a rank may end a step before all ranks have attended")
@@ -242,7 +241,7 @@ class ModelRunner:
         self._ranks.broadcast(ids)
         failed = failed if masks is None else {**failed, **masks.failed}
         pending = TorchPendingStep(ids, slots, chosen, failed, prompts)
-        self._grammars.sampled(pending.ids)
+        self.grammars.sampled(pending.ids)
         return pending
 
     def _launch_on_cuda(self, batch: BatchState, step: Step, cuda: CudaSteps) -> PendingStep:
@@ -274,7 +273,7 @@ class ModelRunner:
         result, failed, prompts = self._sample_on_cuda(batch, cuda)
         release = (lambda: None) if self._images is None else self._images.release_copied
         pending = cuda.sampler.finish(result, batch, failed, self._take_masks(), prompts, release)
-        self._grammars.sampled(pending.ids)
+        self.grammars.sampled(pending.ids)
         return pending
 
     def _take_masks(self) -> TokenMasks | None:
@@ -328,7 +327,7 @@ class ModelRunner:
             for slot in step.joined.slots.tolist():
                 self._join(slot, batch)
         if self._sampler is not None:
-            self._masks = self._grammars.launch(batch, step)
+            self._masks = self.grammars.launch(batch, step)
 
     def _join(self, slot: int, batch: BatchState) -> None:
         prompt, generated = batch.prompts[slot], batch.generated[slot]

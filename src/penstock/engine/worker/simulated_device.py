@@ -172,8 +172,7 @@ class SimulatedRunner:
         self._open_handle = open_handle or Handle.open
         self._free_at = 0.0  # when the last step that was launched ends
         self._is_awaited = False  # a request of the last step with rows still runs
-        self._grammars = LazyGrammars(Path(model), config.vocabulary, end_ids, self._open_handle)
-        self.grammar_counts = self._grammars.counts
+        self.grammars = LazyGrammars(Path(model), config.vocabulary, end_ids, self._open_handle)
 
     def change_adapter(self, change: AdapterChange) -> str:
         return "a simulated device has no weights that an adapter could change"
@@ -192,7 +191,7 @@ class SimulatedRunner:
             for slot in step.joined.slots.tolist():
                 self._keys[slot] = self._rule.key(batch.prompts[slot], int(samples[slot]))
         failed = self._open_images(batch, step) if self._config.opens_images else {}
-        masks = self._grammars.launch(batch, step)
+        masks = self.grammars.launch(batch, step)
         now = self._clock()
         tokens = int(batch.counts.sum())
         if not tokens:  # nothing is computed: requests left, perhaps
@@ -207,7 +206,7 @@ class SimulatedRunner:
         sampled = batch.sampled
         ids = self._rule.tokens(self._keys[sampled], batch.computed[sampled]) if sampled.size else NOTHING
         pending = SimulatedPendingStep(self._free_at, SamplerOutput(ids, None, failed), self._clock, masks)
-        self._grammars.sampled(pending.ids)
+        self.grammars.sampled(pending.ids)
         return pending
 
     def _open_images(self, batch: BatchState, step: Step) -> dict[int, FinishReason]:

@@ -364,7 +364,7 @@ class DeviceStats:
     def __init__(self, device: Device, row: Row) -> None:
         self._simulated = device if isinstance(device, SimulatedRunner) else None
         self._encodings = device.encodings
-        self._grammars = device.grammar_counts
+        self._grammars = device.grammars
         self._row = row
         self._begun: deque[int | None] = deque()  # of each step in flight, when it was launched; None: it is empty
         self._free_at = 0  # when the last one was seen to be done
@@ -400,9 +400,8 @@ class DeviceStats:
         row[StatusBoard.ENCODINGS] = self._encodings.encoded
         row[StatusBoard.ENCODINGS_FOUND] = self._encodings.hits
         row[StatusBoard.ENCODINGS_UNSHARED] = self._encodings.unshared
-        if self._grammars.compiled:
-            row[StatusBoard.GRAMMARS_OPEN] = self._grammars.open
-            row[StatusBoard.GRAMMARS] = self._grammars.compiled
-            row[StatusBoard.COMPILE_NS] = self._grammars.compile_ns
-            row[StatusBoard.MASKS] = self._grammars.masks
-            row[StatusBoard.MASK_NS] = self._grammars.mask_ns
+        grammars = self._grammars.counts
+        if grammars is not None:
+            row[StatusBoard.GRAMMARS_OPEN], row[StatusBoard.GRAMMARS] = grammars.open, grammars.compiled
+            row[StatusBoard.MASKS], row[StatusBoard.MASK_NS] = grammars.masks, grammars.mask_ns
+            row[StatusBoard.COMPILE_NS] = grammars.compile_ns

@@ -12,7 +12,7 @@ from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
-from penstock.engine.worker.device import EncodingCounts, GrammarCounts, SamplerOutput
+from penstock.engine.worker.device import EncodingCounts, SamplerOutput
 from penstock.engine.worker.simulated_device import SimulatedRunner
 from penstock.engine.worker.worker import DeviceStats
 
@@ -24,7 +24,7 @@ class Bench:
 
     def __init__(self) -> None:
         device: Any = SimpleNamespace(
-            encodings=EncodingCounts(), grammar_counts=GrammarCounts()
+            encodings=EncodingCounts(), grammars=SimpleNamespace(counts=None)
         )  # that is all it is asked for
         self.page = StatusBoard.create(1)
         self.row = StatusBoard(self.page, writable=True).row(0)

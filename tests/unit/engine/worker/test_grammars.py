@@ -19,7 +19,6 @@ from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from penstock.engine.text.grammar import build_grammar
 from penstock.engine.text.grammar_fields import GrammarSource
 from penstock.engine.worker import grammars
-from penstock.engine.worker.device import GrammarCounts
 from penstock.engine.worker.grammars import MAX_COMPILED, Grammars
 from penstock.engine.worker.simulated_device import SimulatedRunner, choose
 from penstock.tensor import Handle
@@ -130,7 +129,7 @@ def test_model_answers_are_of_their_grammars_in_any_order_of_steps(family: Calla
 def test_no_grammar_imports_no_library(tmp_path: Path) -> None:
     runner = simulated_runner()
     answers(runner, [case._replace(pattern=None) for case in cases(4)])
-    assert runner._grammars._grammars is None
+    assert runner.grammars._grammars is None
 
 
 # ── samples that fail, alone ──
@@ -183,7 +182,7 @@ def test_grammars_are_compiled_once_and_kept_up_to_a_number() -> None:
     answers(runner, same)
     assert len(opened) == 1
     answers(runner, [Case([9, 10 + number % 200, number // 200 + 10], f"{number}") for number in range(300)])
-    assert len(opened) == 301 and len(runner._grammars._grammars._compiled) == MAX_COMPILED  # type: ignore[union-attr]
+    assert len(opened) == 301 and len(runner.grammars._grammars._compiled) == MAX_COMPILED  # type: ignore[union-attr]
 
 
 def test_grammars_are_kept_up_to_a_length_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +205,7 @@ class GrammarSlot:
     """One slot, with a grammar."""
 
     def __init__(self, pattern: str) -> None:
-        self.grammars = Grammars(FOLDERS[0], VOCABULARY, (END, 0), Handle.open, GrammarCounts())
+        self.grammars = Grammars(FOLDERS[0], VOCABULARY, (END, 0), Handle.open)
         batch, builder = BatchState(1, 8), StepBuilder(BatchState(1, 8))
         builder.join(0, np.array([9], np.int32), SamplingParams(), [0], grammar=grammar_handle(pattern))
         step = builder.build(1, 1)

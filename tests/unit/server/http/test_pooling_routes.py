@@ -42,16 +42,10 @@ class LossyClient:
 async def vectors(client: Any, row: Any) -> list[list[float]]:
     nothing: Any = None
     config = EngineConfig(model="m", runner="pooling")
-    routes = PoolingRoutes(
-        config,
-        ServerOptions(),
-        client,
-        nothing,
-        nothing,
-        row,
-        lambda name: (name or "m", b""),
-        RequestReporter(ServerOptions(), "m"),
-    )
+    options = ServerOptions()
+    reporter = RequestReporter(options, "m")
+    find: Any = lambda name: (name or "m", b"")  # noqa: E731
+    routes = PoolingRoutes(config, options, client, nothing, nothing, row, find, reporter)
     state = SimpleNamespace(request_id="r", began=0.0)
     request: Any = SimpleNamespace(state=state, headers={}, client=None)
     return [vector.tolist() for vector in await routes._vectors(request, PoolingFields(), [[1], [2, 3]])]
