@@ -302,7 +302,7 @@ class AsyncReceiver(_AsyncEnd, Generic[R]):
         }
         self._try_receive, self._receive_nowait = attempts[codec.record]
         self._delivery: tuple[Callable[[R], object], Callable[[Exception], bool]] | None = None
-        self._next_delivery: asyncio.Handle | None = None  # while more messages may have come
+        self._next_delivery: asyncio.TimerHandle | None = None  # while more messages may have come
 
     async def receive(self, timeout: float | None = None) -> R:
         """Returns the next message. Args and Raises are those of `Receiver.receive`."""
@@ -344,7 +344,7 @@ class AsyncReceiver(_AsyncEnd, Generic[R]):
         self._turn.is_taken = True  # no task receives beside
         self._delivery = handle, fail
         self._add_waiter(loop)  # never woken: it lets the alarm poll
-        self._next_delivery = loop.call_soon(self._wake_all)
+        self._next_delivery = loop.call_later(0.0, self._wake_all)
 
     def _wake_all(self) -> None:
         if self._delivery is None or self._loop is None:

@@ -38,6 +38,7 @@ from penstock.engine.worker.model_runner import FULL_STEP_TOKENS
 from penstock.engine.worker.pooler import Pooler
 from penstock.engine.worker.shared_weights import SharedWeights
 from penstock.engine.worker.stock import (
+from penstock.tensor import Handle
     AttentionInterface,
     AutoConfig,
     AutoModel,
