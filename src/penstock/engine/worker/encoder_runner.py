@@ -38,13 +38,13 @@ from penstock.engine.worker.model_runner import FULL_STEP_TOKENS
 from penstock.engine.worker.pooler import Pooler
 from penstock.engine.worker.shared_weights import SharedWeights
 from penstock.engine.worker.stock import (
-from penstock.tensor import Handle
     AttentionInterface,
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
     without_compiler,
 )
+from penstock.tensor import Handle
 
 NAME = "penstock_encoder"  # of the attention in transformers' registry; no mask function has this name
 
