@@ -17,7 +17,7 @@ class Group:
 
     def __init__(self) -> None:
         self.holders: set[bytes] = set()  # adapters that open requests have
-        scheduler: Any = SimpleNamespace(adapters={}, has_adapter=self.holders.__contains__)
+        scheduler: Any = SimpleNamespace(adapter_errors={}, has_adapter=self.holders.__contains__)
         self.adapters: dict[bytes, str] = scheduler.adapter_errors
         self.sent: list[AdapterChange] = []
         self.answers: list[tuple[int, str]] = []
