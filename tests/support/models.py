@@ -402,7 +402,7 @@ def ask(
         max_short_prompt=device.max_short_prompt,
     )
     scheduler, plan = Scheduler(schedule, config), StepBuilder(schedule)
-    scheduler.adapters |= dict.fromkeys(adapters, "")
+    scheduler.adapter_errors |= dict.fromkeys(adapters, "")
     temperature = 0.0 if seed is None else 1.0
     params = params or [SamplingParams(ignore_eos=True, temperature=temperature, logprobs=logprobs)]
     answers: list[list[int]] = [[] for _ in requests]
