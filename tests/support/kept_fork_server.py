@@ -11,11 +11,10 @@ from typing import ClassVar
 
 import pytest
 
-from penstock.engine.launcher import fork_server, launcher
+from penstock.engine.cluster.spawning import inherited
+from penstock.engine.launcher import early_fork_server, fork_server, launcher
 from penstock.engine.launcher.fork_server import ForkServer, ForkServerProcess
 from tests import conftest
-
-inherited = fork_server.inherited
 
 
 def inherited_of_any_test() -> tuple[object, ...]:
@@ -80,7 +79,8 @@ def is_usable(server: ForkServerProcess) -> bool:
 @pytest.fixture(scope="session")
 def kept_fork_server() -> Iterator[None]:
     patch = pytest.MonkeyPatch()
-    patch.setattr(fork_server, "inherited", inherited_of_any_test)
+    for module in (early_fork_server, fork_server):
+        patch.setattr(module, "inherited", inherited_of_any_test)
     patch.setattr(launcher, "ForkServer", KeptForkServer)
     yield
     patch.undo()
