@@ -35,7 +35,7 @@ void add_up(void* out, const u8* parts, u64 ranks, u64 count) {
 
 void RankMemory::sum(void* numbers, u64 count, DType dtype) {
     u64 width = dtype == DType::float32 ? sizeof(float) : sizeof(u16);
-    for (u64 first = 0; first < count; first += PART_NBYTES / width) {
+    for (u64 first = 0; first == 0 || first < count; first += PART_NBYTES / width) {
         u8* own = static_cast<u8*>(numbers) + first * width;
         u64 some = std::min(count - first, PART_NBYTES / width);
         exchange(own, some * width);
@@ -62,7 +62,7 @@ void RankMemory::gather(const void* bytes, u64 rows, u64 nbytes, void* out) {
 void RankMemory::exchange(const void* bytes, u64 nbytes) {
     Row& row = rows_[rank_];
     ++number_;
-    std::memcpy(part(rank_), bytes, nbytes);
+    if (nbytes != 0) std::memcpy(part(rank_), bytes, nbytes);
     row.cpu.store(current_cpu(), RELAXED);
     row.written.store(number_, order::ranks.release);
     ring(row.bell, nullptr, INT_MAX);

@@ -30,6 +30,7 @@ class RankMemory {
           pidfds_(std::move(pidfds)) {}
 
     // Adds up the numbers of all ranks, in place. Throws std::runtime_error if a rank ends, or does not come.
+    // Waits also where `count` is 0: after the last sum of a step the core publishes blocks of all ranks.
     void sum(void* numbers, u64 count, DType dtype);
 
     // Copies rows of bytes of all ranks to `out` [rows][ranks][nbytes]. Throws as `sum`.

@@ -145,6 +145,7 @@ class ForkServer:
         loop = asyncio.get_running_loop()
         loop.add_reader(server.pidfd, self._lose, "")
         loop.add_reader(server.connection, self._receive_verdict, server)
+        self.check_stopped()  # an early process may have been stopped before the launcher handled SIGCHLD
         return None
 
     def call_when_settled(self, callback: Callable[[], object]) -> None:

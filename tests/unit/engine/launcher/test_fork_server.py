@@ -301,6 +301,25 @@ async def test_early_process_that_has_ended_is_replaced(monkeypatch: pytest.Monk
         process.join()
 
 
+@in_a_loop
+async def test_early_process_that_is_stopped_is_given_up(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_fork_server, "import_engine", lives.import_for_ever)
+    early_fork_server.start_early([])
+    pid = early_fork_server._early[0].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # SIGCHLD has come before the launcher handles it
+    server = ForkServer(lives.import_nothing)
+    try:
+        server.start()
+        await settled(server)
+        assert reasons(log) == ["stopped by a signal"]
+    finally:
+        server.close()
+
+
 def test_early_process_ends_with_a_command_that_does_not_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_fork_server, "import_engine", lives.import_for_ever)
     for words in (["--device-model", "simulated"], ["--device=cuda"], ["--fork-server", "off"], ["--help"]):

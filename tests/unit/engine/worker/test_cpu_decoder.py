@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -34,6 +37,7 @@ from penstock.engine.worker.cpu_norm import replace_norms  # noqa: E402
 from penstock.engine.worker.paged_attention import NAME, KVCache, KVCacheShape, PagedAttention  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 from tests.support.models import BLOCK_SIZE, batch_of_rows  # noqa: E402
+from tests.support.ranks import shared_memory  # noqa: E402
 
 SIZES = {
     "vocab_size": 100,
@@ -202,6 +206,36 @@ def test_hidden_states_that_are_read_have_the_same_bits(name: str) -> None:
 
 
 @torch.inference_mode()
+@torch.inference_mode()
+def test_step_without_a_read_token_ends_after_all_ranks_have_written() -> None:
+    """Else the core would publish blocks in which the last layer of a killed rank lacks keys."""
+    model = replaced(built(*MODELS["windows"]))
+    decoder = find_decoder(model, TPGroup())
+    paged, ids, positions = step_of([(200, 150), (12, 12)], torch.bfloat16)
+    if decoder is None or paged.native_step is None:
+        pytest.skip("torch computes chunks")
+    embeds, memory = model.embed_tokens(ids), shared_memory(2)
+    zeros = torch.zeros(embeds.numel(), dtype=torch.bfloat16)
+    killed = _native.RankMemory(memory, 1, 2, [])
+
+    def compute_before_the_last_layer() -> None:
+        for _ in range(2 * len(decoder._layers) - 2):
+            killed.sum(zeros.data_ptr(), zeros.numel(), True)
+
+    with subprocess.Popen(["true"]) as process:
+        pidfds = [os.pidfd_open(os.getpid()), os.pidfd_open(process.pid)]
+    try:
+        decoder._ranks.memory = _native.RankMemory(memory, 0, 2, pidfds)
+        with ThreadPoolExecutor(1) as pool:
+            others = pool.submit(compute_before_the_last_layer)
+            with pytest.raises(RuntimeError, match="rank 1 of the model ended in a step"):
+                decoder.hidden(embeds, positions, paged, read=numpy.array([], numpy.intp))
+            others.result()
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
 def test_decoder_refuses_a_cache_of_another_dtype() -> None:
     model = replaced(built(*MODELS["llama"]))
     decoder = find_decoder(model, TPGroup())

@@ -67,7 +67,8 @@ def test_ranks_gather_rows_of_all_ranks(seed: int) -> None:
         assert all(torch.equal(result, each.transpose(0, 1)) for result, each in zip(results, inputs, strict=True))
 
 
-def test_rank_raises_when_another_rank_ends() -> None:
+@pytest.mark.parametrize("count", [8, 0])
+def test_rank_raises_when_another_rank_ends(count: int) -> None:
     memory, numbers = shared_memory(2), torch.ones(8)
     with subprocess.Popen(["sleep", "600"]) as process:
         pidfds = [os.pidfd_open(os.getpid()), os.pidfd_open(process.pid)]
@@ -76,7 +77,7 @@ def test_rank_raises_when_another_rank_ends() -> None:
             kill.start()
             rank = _native.RankMemory(memory, 0, 2, pidfds)
             with pytest.raises(RuntimeError, match="rank 1 of the model ended in a step"):
-                rank.sum(numbers.data_ptr(), 8, False)
+                rank.sum(numbers.data_ptr(), count, False)
         finally:
             kill.cancel()
             process.kill()
