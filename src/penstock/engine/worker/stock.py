@@ -51,13 +51,19 @@ class Indexing(ModuleType):
 
 class WithoutDraws(TorchFunctionMode):
     """Leaves parameters on the meta device as they are. The first draw there would import sympy and the reference
-    operators of torch, 0.6 s of a worker's start."""
+    operators of torch, 0.6 s of a worker's start. `has_values`: ranges are on the CPU, for the same reason. A family
+    that joins a range to tensors of the default device raises RuntimeError then."""
+
+    def __init__(self, has_values: bool) -> None:
+        super().__init__()
+        self._has_values = has_values
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(function, "__name__", "") in DRAWS and (tensor := args[0] if args else kwargs["tensor"]).is_meta:
             return tensor
-        if function in CREATED and "device" not in kwargs and torch.get_default_device().type == "meta":
+        is_created = self._has_values and function in CREATED and "device" not in kwargs
+        if is_created and torch.get_default_device().type == "meta":
             values = function(*args, **kwargs, device="cpu")
             return values if function is torch.arange else torch.empty_like(values, device="meta")
         return function(*args, **kwargs)
@@ -67,10 +73,10 @@ _stand_ins = threading.RLock()  # one thread at a time has them in sys.modules
 
 
 @contextlib.contextmanager
-def without_compiler() -> Iterator[None]:
+def without_compiler(has_values: bool = True) -> Iterator[None]:
     """Keeps imports, and operations on the meta device, from importing TorchDynamo, sympy and the packages in HIDDEN.
     No model may run meanwhile, and modules that are imported here cannot be compiled later, as their marks are lost.
-    Does nothing in a process that imported transformers before this module, but for `WithoutDraws`."""
+    Does nothing in a process that imported transformers before this module, but for `WithoutDraws(has_values)`."""
     with _stand_ins:
         stand_ins: dict[str, Any] = {INDEXING: Indexing(INDEXING), COMPILER: Unmarked(COMPILER)}
         if COMPILER in sys.modules or not IS_FIRST:
@@ -79,7 +85,7 @@ def without_compiler() -> Iterator[None]:
             stand_ins |= {name: None for name in HIDDEN if name not in sys.modules}  # None: Python finds no package
         sys.modules.update(stand_ins)
         try:
-            with WithoutDraws():
+            with WithoutDraws(has_values):
                 yield
         finally:
             for name, stand_in in stand_ins.items():  # INDEXING first: the real package must not find it

@@ -35,7 +35,9 @@ def odd_shape(number: int) -> tuple[str, dict[str, Any]]:
     key_heads = chance.choice((1, 2, 3))
     heads = max(2, key_heads * chance.choice((1, 2, 3, 5)))  # or two ranks would have too few
     size = chance.choice((8, 12, 16, 20))
-    has_experts = name == "mixtral" or name.endswith("_moe")  # lines of experts have a multiple of 16 bytes
+    has_experts = name in ("mixtral", "gpt_oss") or name.endswith(
+        "_moe"
+    )  # lines of experts have a multiple of 16 bytes
     shape: dict[str, Any] = {
         "num_key_value_heads": key_heads,
         "num_attention_heads": heads,
@@ -63,7 +65,7 @@ def odd_shape(number: int) -> tuple[str, dict[str, Any]]:
         shape["rope_parameters"] = {"full_attention": shape["rope_parameters"], "sliding_attention": sliding}
     if name == "gemma2":
         shape["final_logit_softcapping"] = chance.choice((None, 5.0))
-    if name == "mixtral":
+    if name in ("mixtral", "gpt_oss"):
         shape["intermediate_size"] = 8 * chance.randint(3, 8)
     if name.endswith("_moe"):
         shape["moe_intermediate_size"] = 8 * chance.randint(2, 5)
