@@ -317,6 +317,8 @@ def second_text_offset(config: EngineConfig) -> int:
     0: the family has a single type."""
     if not config.is_encoder or _model_type(config) != "bert":
         return 0
+    if _read_field(Path(config.model), "type_vocab_size", CONFIG_FILES[-1:], int) == 1:
+        return 0
     vocab_size: int = _read_field(Path(config.model), "vocab_size", CONFIG_FILES[-1:], int)
     return vocab_size
 
