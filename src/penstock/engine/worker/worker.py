@@ -362,11 +362,18 @@ class DeviceStats:
     different counters. A simulated device knows its times exactly.
     """
 
+    COUNTED = (
+        *(StatusBoard.ENCODINGS, StatusBoard.ENCODINGS_FOUND, StatusBoard.ENCODINGS_UNSHARED),
+        *(StatusBoard.GRAMMARS, StatusBoard.COMPILE_NS, StatusBoard.MASKS, StatusBoard.MASK_NS),
+    )
+
     def __init__(self, device: Device, row: Row) -> None:
         self._simulated = device if isinstance(device, SimulatedRunner) else None
         self._encodings = device.encodings
         self._grammars = device.grammars
         self._row = row
+        self._former = {word: row[word] for word in self.COUNTED}  # of the processes before
+        row[StatusBoard.GRAMMARS_OPEN] = 0
         self._begun: deque[int | None] = deque()  # of each step in flight, when it was launched; None: it is empty
         self._free_at = 0  # when the last one was seen to be done
         self._is_awaited = False  # the last step had rows
@@ -398,11 +405,10 @@ class DeviceStats:
         self._free_at = now
         self._begun.popleft()  # last: another thread may count a launch, and computes idle time if none is left
         row[StatusBoard.SAMPLED] += sampled.ids.size
-        row[StatusBoard.ENCODINGS] = self._encodings.encoded
-        row[StatusBoard.ENCODINGS_FOUND] = self._encodings.hits
-        row[StatusBoard.ENCODINGS_UNSHARED] = self._encodings.unshared
-        grammars = self._grammars.counts
+        encodings, grammars = self._encodings, self._grammars.counts
+        counts: tuple[int, ...] = (encodings.encoded, encodings.hits, encodings.unshared)
         if grammars is not None:
-            row[StatusBoard.GRAMMARS_OPEN], row[StatusBoard.GRAMMARS] = grammars.open, grammars.compiled
-            row[StatusBoard.MASKS], row[StatusBoard.MASK_NS] = grammars.masks, grammars.mask_ns
-            row[StatusBoard.COMPILE_NS] = grammars.compile_ns
+            row[StatusBoard.GRAMMARS_OPEN] = grammars.open
+            counts += (grammars.compiled, grammars.compile_ns, grammars.masks, grammars.mask_ns)
+        for (word, former), count in zip(self._former.items(), counts, strict=False):
+            row[word] = former + count
