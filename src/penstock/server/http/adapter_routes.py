@@ -90,7 +90,7 @@ class AdapterRoutes:
                     f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
                 )
                 raise ApiError(400, f"{message}set 'load_inplace' to True.", param="lora_name")
-            if len(self.by_name) >= MAX_ADAPTERS:
+            if former is None and len(self.by_name) >= MAX_ADAPTERS:
                 raise ApiError(400, f"expected at most {MAX_ADAPTERS} adapters", param="lora_name")
             adapter = await asyncio.to_thread(self._read, name, fields.lora_path)
             loaded: dict[int, int] = {}
