@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -149,9 +150,13 @@ class AdapterRoutes:
 
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[AdapterRegistry]:
-        """Waits until no other request, and no other server process, changes adapters."""
+        """Waits until no other request, and no other server process, changes adapters. Raises ApiError if that takes
+        longer than `start_timeout`: the process may be stopped."""
         async with self._change:
+            deadline = time.monotonic() + self._config.start_timeout
             while not self._registry.lock():
+                if time.monotonic() >= deadline:
+                    raise ApiError(503, f"another API server has changed adapters for {self._config.start_timeout:g} s")
                 await asyncio.sleep(LOCK_POLL_S)
             try:
                 yield self._registry
