@@ -63,7 +63,7 @@ def _by_pattern(patterns: Mapping[str, N] | None, layer: str, default: N) -> N:
 
 
 def _pattern(key: str) -> re.Pattern[str]:
-    """Raises re.error, also for a key that is a pattern alone but not within another one, as "(?i)q_proj"."""
+    """Raises re.error, also for a pattern with a global flag, as "(?i)q_proj"."""
     return re.compile(rf"(.*\.)?({key})$")
 
 

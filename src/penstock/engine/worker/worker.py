@@ -27,7 +27,7 @@ from penstock.engine.cluster.group_ends import GroupReceiver, GroupSender
 from penstock.engine.cluster.logs import event, tensor_event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.rendezvous import Rendezvous
-from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.status_board import DEVICE_COUNTS, StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
@@ -362,17 +362,12 @@ class DeviceStats:
     different counters. A simulated device knows its times exactly.
     """
 
-    COUNTED = (
-        *(StatusBoard.ENCODINGS, StatusBoard.ENCODINGS_FOUND, StatusBoard.ENCODINGS_UNSHARED),
-        *(StatusBoard.GRAMMARS, StatusBoard.COMPILE_NS, StatusBoard.MASKS, StatusBoard.MASK_NS),
-    )
-
     def __init__(self, device: Device, row: Row) -> None:
         self._simulated = device if isinstance(device, SimulatedRunner) else None
         self._encodings = device.encodings
         self._grammars = device.grammars
         self._row = row
-        self._former = {word: row[word] for word in self.COUNTED}  # of the processes before
+        self._former = {word: row[word] for word in DEVICE_COUNTS}  # of the processes before
         row[StatusBoard.GRAMMARS_OPEN] = 0
         self._begun: deque[int | None] = deque()  # of each step in flight, when it was launched; None: it is empty
         self._free_at = 0  # when the last one was seen to be done

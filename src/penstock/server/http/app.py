@@ -232,14 +232,11 @@ class ApiServer:
         return {} if self._lora is None else self._lora.by_name
 
     def _digest_of(self, model: str | None) -> bytes:
-        """Returns the digest of the adapter that a request names; b"": it names the model. Raises EngineError if the
-        adapter was unloaded after `_require_model`."""
-        if model is None or model in (*self._names, self._config.model):
-            return b""
-        adapter = self._adapters.get(model)
-        if adapter is None:
+        """Returns the digest of the adapter that a request names; b"": it names the model. Raises EngineError."""
+        adapter = self._adapters.get(model or "")
+        if adapter is None and model not in (None, *self._names, self._config.model):  # it was, for `_require_model`
             raise EngineError(404, f"the LoRA adapter {model!r} was unloaded")
-        return adapter.digest
+        return b"" if adapter is None else adapter.digest
 
     def _find_model(self, name: str | None) -> tuple[str, bytes]:
         """Returns the name for an answer, and the digest of the adapter. Raises ApiError."""

@@ -111,7 +111,7 @@ async def test_change_waits_for_another_server_for_a_time_only(scene: Scene, mon
     scene.routes._config = EngineConfig(model="/m", start_timeout=0.2)
     with monkeypatch.context() as context:
         context.setattr(scene.registry, "lock", lambda: False)
-        with pytest.raises(ApiError, match="another API server has changed adapters for 0.2 s") as refused:
+        with pytest.raises(ApiError, match=r"another API server has changed adapters for 0\.2 s") as refused:
             await scene.load(SQL)
     assert refused.value.status == 503 and not scene.adapters.calls
     await scene.load(SQL)
