@@ -78,6 +78,8 @@ async def test_documents_are_ranked_by_the_classifier_of_an_encoder(tmp_path: Pa
         _, cut = await post(served, "/score", {**body, "truncate_prompt_tokens": -1})
         _, same = await post(served, "/score", {**body, "text_2": "b" * (128 - 5)})
         assert cut["data"] == same["data"] and cut["usage"]["prompt_tokens"] == 128
+        status, answer = await post(served, "/score", {**body, "truncate_prompt_tokens": 0})
+        assert status == 400 and "expected a prompt of 1 to 128 tokens, got none" in answer["error"]["message"]
         status, answer = await post(served, "/v1/embeddings", {"input": "a"})
         assert status == 400 and "--convert embed" in answer["error"]["message"]
         status, answer = await post(served, "/score", {"text_1": "a", "text_2": "b", "instruction": "c"})

@@ -315,10 +315,10 @@ def is_sigmoid(config: EngineConfig) -> bool:
 def second_text_offset(config: EngineConfig) -> int:
     """Returns the number to add to the ids of the second text of a pair, by which an encoder knows the type of a token;
     0: the family has a single type."""
-    if not config.is_encoder or _model_type(config) != "bert":
+    path, files = Path(config.model), CONFIG_FILES[-1:]
+    if not config.is_encoder or _model_type(config) != "bert" or _read_field(path, "type_vocab_size", files, int) == 1:
         return 0
-    vocab_size: int = _read_field(Path(config.model), "vocab_size", CONFIG_FILES[-1:], int)
-    return vocab_size
+    return int(_read_field(path, "vocab_size", files, int))
 
 
 def classifier_ids(config: EngineConfig) -> tuple[int, int]:

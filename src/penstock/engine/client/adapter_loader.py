@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from penstock.engine.client.groups import CoreSenders, GroupLost
@@ -13,6 +14,7 @@ from penstock.engine.protocol.lora import Adapter
 from penstock.engine.protocol.messages import AdapterChange, AdapterState
 
 POLL_S = 0.1  # seconds; whether the group has died, or serves again
+MAX_DEATHS = 2  # of a group that loads an adapter: then the adapter counts as the reason
 
 
 class AdapterLoader:
@@ -34,7 +36,7 @@ class AdapterLoader:
     async def load(self, adapter: Adapter, loaded: dict[int, int], timeout: float) -> None:
         """Has each group load an adapter, and waits for groups that are started again. `loaded`: incarnations of groups
         that have the adapter, to which this adds. Raises EngineError if one cannot load the adapter."""
-        deadline = time.monotonic() + timeout
+        deadline, deaths = time.monotonic() + timeout, Counter[int]()
         while due := self._without(loaded):
             if time.monotonic() >= deadline:
                 raise EngineError(503, f"groups {due} of the engine have not loaded the adapter within {timeout:g} s")
@@ -44,6 +46,10 @@ class AdapterLoader:
                 try:
                     error = await self._change(group, serving[group], adapter, is_loaded=True, until=deadline)
                 except GroupLost:
+                    deaths[group] += 1
+                    if deaths[group] == MAX_DEATHS:
+                        message = f"group {group} has died {MAX_DEATHS} times while it loaded the adapter"
+                        raise EngineError(503, message) from None
                     continue
                 if error:
                     raise EngineError(400, error)

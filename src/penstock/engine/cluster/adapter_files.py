@@ -58,8 +58,13 @@ class AdapterSettings(msgspec.Struct, frozen=True):
 
 def _by_pattern(patterns: Mapping[str, N] | None, layer: str, default: N) -> N:
     """Returns the value of the first pattern that fits a layer, as PEFT finds it."""
-    values = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", f"model.{layer}"))
+    values = (value for key, value in (patterns or {}).items() if _pattern(key).match(f"model.{layer}"))
     return next(values, default)
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """Raises re.error, also for a pattern with a global flag, as "(?i)q_proj"."""
+    return re.compile(rf"(.*\.)?({key})$")
 
 
 class LowRank(NamedTuple):
@@ -81,7 +86,7 @@ def read_settings(directory: Path) -> AdapterSettings:
         raise ValueError(f"{path} is invalid: {error}") from None
     for pattern in (*(settings.rank_pattern or ()), *(settings.alpha_pattern or ())):
         try:
-            re.compile(pattern)
+            _pattern(pattern)
         except re.error as error:
             raise ValueError(f"{path}: {pattern!r} is no pattern: {error}") from None
     if settings.peft_type != "LORA":

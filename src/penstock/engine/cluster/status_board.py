@@ -354,3 +354,9 @@ class ProcessEntry(NamedTuple):
     @property
     def word(self) -> int:
         return self.incarnation << 32 | min(self.life, MAX_LIFE) << LIFE_SHIFT | self.pid
+
+
+DEVICE_COUNTS = (  # rank 0 adds the counts of the device
+    *(StatusBoard.ENCODINGS, StatusBoard.ENCODINGS_FOUND, StatusBoard.ENCODINGS_UNSHARED),
+    *(StatusBoard.GRAMMARS, StatusBoard.COMPILE_NS, StatusBoard.MASKS, StatusBoard.MASK_NS),
+)

@@ -37,7 +37,7 @@ class AdapterChanges:
             self._open[change.server, change.number] = change, {}
             self._broadcast(change)
             return
-        if change.digest in self._scheduler.adapter_errors:
+        if change.digest in self._scheduler.adapter_errors or change.digest in self._loading:
             self._scheduler.adapter_errors[change.digest] = unloaded_text(change.name)
             self.leaving[change.digest] = change
         self.release()
@@ -52,14 +52,21 @@ class AdapterChanges:
         del self._open[state.server, state.number]
         error = next(filter(None, errors.values()), "")
         event("adapter not loaded" if error else "adapter loaded", adapter=change.name, reason=error or "requested")
-        if error:
+        if change.digest in self.leaving:  # since the load began: `release` unloads it
+            error = error or unloaded_text(change.name)
+        elif error:
             self._broadcast(replace(change, is_loaded=False))
         self._scheduler.adapter_errors[change.digest] = error
         self._answer(change.server, AdapterState(change.digest, error, number=change.number))
 
+    @property
+    def _loading(self) -> set[bytes]:
+        return {change.digest for change, _ in self._open.values()}
+
     def release(self) -> None:
         """Lets workers unload the adapters that no open request has."""
-        for digest in [digest for digest in self.leaving if not self._scheduler.has_adapter(digest)]:
+        loading = self._loading
+        for digest in [each for each in self.leaving if each not in loading and not self._scheduler.has_adapter(each)]:
             change = self.leaving.pop(digest)
             event("adapter unloaded", adapter=change.name)
             self._broadcast(change)

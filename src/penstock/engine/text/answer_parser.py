@@ -138,6 +138,7 @@ class AnswerParser(AnswerText):
         if (yield from self.accept(" to=")):
             parts += [" to=", (yield from self.match(NAME))]
         if not (yield from self.accept("<|channel|>")):
+            self.put_back("".join(parts))  # text without a header, as of a message that the answer continues
             return ""
         recipient, channel = "".join(parts), list[str]()
         if (yield from self.until(HEADER_END, channel.append)) is None:

@@ -137,11 +137,16 @@ class LoadedAdapters:
             return ""
         self.errors.pop(adapter.digest, None)
         try:
-            parts = self._read_parts(adapter)
-        except (ValueError, OSError) as error:
-            self.errors[adapter.digest] = str(error)
-            event("adapter not loaded", ERROR, adapter=adapter.name, reason=error)
-            return str(error)
+            self._add(adapter)
+        except Exception as error:  # also of safetensors, or the device has no room: the group goes on without it
+            self.unload(adapter.digest)
+            reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+            self.errors[adapter.digest] = reason
+            event("adapter not loaded", ERROR, adapter=adapter.name, reason=reason)
+        return self.errors.get(adapter.digest, "")
+
+    def _add(self, adapter: Adapter) -> None:
+        parts = self._read_parts(adapter)
         number = min(set(range(1, len(self._numbers) + 2)) - set(self._numbers.values()))
         self._numbers[adapter.digest] = number
         added: list[nn.Linear] = []
@@ -156,7 +161,6 @@ class LoadedAdapters:
                 set_adapter(layer, module, number, self._places)
         self._find_swaps()
         event("adapter loaded", adapter=adapter.name, products=len(parts))
-        return ""
 
     def unload(self, digest: bytes) -> None:
         """Frees an adapter that no row has, if it is there."""

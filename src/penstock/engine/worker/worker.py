@@ -27,7 +27,7 @@ from penstock.engine.cluster.group_ends import GroupReceiver, GroupSender
 from penstock.engine.cluster.logs import event, tensor_event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.rendezvous import Rendezvous
-from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.status_board import DEVICE_COUNTS, StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
@@ -367,6 +367,8 @@ class DeviceStats:
         self._encodings = device.encodings
         self._grammars = device.grammars
         self._row = row
+        self._former = {word: row[word] for word in DEVICE_COUNTS}  # of the processes before
+        row[StatusBoard.GRAMMARS_OPEN] = 0
         self._begun: deque[int | None] = deque()  # of each step in flight, when it was launched; None: it is empty
         self._free_at = 0  # when the last one was seen to be done
         self._is_awaited = False  # the last step had rows
@@ -398,11 +400,10 @@ class DeviceStats:
         self._free_at = now
         self._begun.popleft()  # last: another thread may count a launch, and computes idle time if none is left
         row[StatusBoard.SAMPLED] += sampled.ids.size
-        row[StatusBoard.ENCODINGS] = self._encodings.encoded
-        row[StatusBoard.ENCODINGS_FOUND] = self._encodings.hits
-        row[StatusBoard.ENCODINGS_UNSHARED] = self._encodings.unshared
-        grammars = self._grammars.counts
+        encodings, grammars = self._encodings, self._grammars.counts
+        counts: tuple[int, ...] = (encodings.encoded, encodings.hits, encodings.unshared)
         if grammars is not None:
-            row[StatusBoard.GRAMMARS_OPEN], row[StatusBoard.GRAMMARS] = grammars.open, grammars.compiled
-            row[StatusBoard.MASKS], row[StatusBoard.MASK_NS] = grammars.masks, grammars.mask_ns
-            row[StatusBoard.COMPILE_NS] = grammars.compile_ns
+            row[StatusBoard.GRAMMARS_OPEN] = grammars.open
+            counts += (grammars.compiled, grammars.compile_ns, grammars.masks, grammars.mask_ns)
+        for (word, former), count in zip(self._former.items(), counts, strict=False):
+            row[word] = former + count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -90,7 +91,7 @@ class AdapterRoutes:
                     f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
                 )
                 raise ApiError(400, f"{message}set 'load_inplace' to True.", param="lora_name")
-            if len(self.by_name) >= MAX_ADAPTERS:
+            if former is None and len(self.by_name) >= MAX_ADAPTERS:
                 raise ApiError(400, f"expected at most {MAX_ADAPTERS} adapters", param="lora_name")
             adapter = await asyncio.to_thread(self._read, name, fields.lora_path)
             loaded: dict[int, int] = {}
@@ -149,9 +150,13 @@ class AdapterRoutes:
 
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[AdapterRegistry]:
-        """Waits until no other request, and no other server process, changes adapters."""
+        """Waits until no other request, and no other server process, changes adapters. Raises ApiError if that takes
+        longer than `start_timeout`: the process may be stopped."""
         async with self._change:
+            deadline = time.monotonic() + self._config.start_timeout
             while not self._registry.lock():
+                if time.monotonic() >= deadline:
+                    raise ApiError(503, f"another API server has changed adapters for {self._config.start_timeout:g} s")
                 await asyncio.sleep(LOCK_POLL_S)
             try:
                 yield self._registry

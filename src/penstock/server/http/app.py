@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 import penstock
 from penstock import Store
 from penstock.engine.client.client import Client
-from penstock.engine.client.stream import OutputStream
+from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster.adapter_registry import AdapterRegistry
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.media.media_budget import MediaBudget
@@ -232,8 +232,10 @@ class ApiServer:
         return {} if self._lora is None else self._lora.by_name
 
     def _digest_of(self, model: str | None) -> bytes:
-        """Returns the digest of the adapter that a request names; b"": it names the model."""
+        """Returns the digest of the adapter that a request names; b"": it names the model. Raises EngineError."""
         adapter = self._adapters.get(model or "")
+        if adapter is None and model not in (None, *self._names, self._config.model):  # it was, for `_require_model`
+            raise EngineError(404, f"the LoRA adapter {model!r} was unloaded")
         return b"" if adapter is None else adapter.digest
 
     def _find_model(self, name: str | None) -> tuple[str, bytes]:

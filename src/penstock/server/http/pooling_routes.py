@@ -183,7 +183,9 @@ class PoolingRoutes:
         """Returns at most `keep` ids: the last ones. A model that attends both ways reads the first ones, and special
         tokens at both ends."""
         add_special, is_whole = fields.add_special_tokens is not False, self._config.is_encoder
-        if is_whole and not isinstance(value, list) and keep != 0:
+        if keep == 0:
+            return []
+        if is_whole and not isinstance(value, list):
             text, second = (value, None) if isinstance(value, str) else value
             arguments = self._reader.tokenizer.tokenizer, text, second, add_special, keep, self._second_text
             if len(text) + len(second or "") <= LONG:
@@ -193,7 +195,7 @@ class PoolingRoutes:
         ids = await self._reader.ids(value, add_special, limit if keep is None else None)
         if keep is None or keep >= len(ids):
             return ids
-        return [*ids[: keep - 1], ids[-1]] if is_whole and keep else ids[len(ids) - keep :]
+        return [*ids[: keep - 1], ids[-1]] if is_whole else ids[len(ids) - keep :]
 
     async def _pair_prompts(
         self, pairs: Sequence[tuple[str, str]], fields: PoolingFields, instruction: str | None

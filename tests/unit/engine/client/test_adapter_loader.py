@@ -66,6 +66,18 @@ async def test_group_that_cannot_be_reached_is_tried_again() -> None:
 
 
 @in_a_loop
+async def test_adapter_of_which_groups_die_is_not_loaded_for_ever() -> None:
+    def react(groups: Groups, group: int) -> str:
+        groups.serving[group] += 1
+        raise GroupLost(503, "it has died")
+
+    groups = Groups(react)
+    with pytest.raises(EngineError, match="group 0 has died 2 times"):
+        await groups.loader.load(SQL, {}, PATIENCE)
+    assert [group for group, _, _ in groups.sent] == [0, 1, 0]
+
+
+@in_a_loop
 async def test_adapter_that_a_group_refuses_is_an_error_with_its_reason() -> None:
     groups = Groups(lambda _, group: "no such file" if group else "")
     with pytest.raises(EngineError, match="no such file"):

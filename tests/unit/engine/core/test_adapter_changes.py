@@ -75,6 +75,20 @@ def test_adapter_that_is_loaded_again_stays() -> None:
     assert group.adapters == {DIGEST: ""} and group.sent == [LOAD]
 
 
+def test_adapter_that_is_unloaded_during_its_load_does_not_stay() -> None:
+    """As when a server has given up a load that takes long."""
+    group = Group()
+    group.changes.begin(LOAD)
+    group.answer(0)
+    group.changes.begin(UNLOAD)
+    assert (group.answers, group.sent) == ([(8, "")], [LOAD])
+    group.answer(1)
+    group.changes.release()
+    reason = "the LoRA adapter 'sql' was unloaded"
+    assert group.adapters == {DIGEST: reason} and group.answers == [(8, ""), (7, reason)]
+    assert group.sent == [LOAD, UNLOAD] and not group.changes.leaving
+
+
 def test_started_group_uses_what_all_of_its_ranks_have() -> None:
     lost, partial = b"l" * 32, b"p" * 32
     ranks = [

@@ -516,6 +516,10 @@ def test_adapter_that_fits_the_model_can_be_started(tmp_path: Path) -> None:
         (low_rank, {"r": "x"}, "adapter_config.json is invalid"),
         (lambda: low_rank(rank=0), {"r": 0}, "adapter_config.json is invalid"),
         (low_rank, {"rank_pattern": {"(": 4}}, "'(' is no pattern"),
+        pytest.param(
+            *(low_rank, {"rank_pattern": {"(?i)q_proj": 4}}, "'(?i)q_proj' is no pattern"),
+            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="a flag within a pattern is a warning there"),
+        ),
         (lambda: low_rank(rank=32), {"r": 32}, "has rank 32, more than --max-lora-rank 16"),
         (lambda: low_rank(more=1), {}, "inputs and"),
         (lambda: low_rank(LAYER.replace(".0.", ".99.")), {}, "the model has no linear layer layers.99."),

@@ -203,6 +203,7 @@ def test_unknown_format_is_an_error(field: str, value: str) -> None:
         (f"{ANALYSIS}One.<|end|><|start|>assistant{ANALYSIS}Two.<|end|><|start|>assistant{FINAL}", "", "One.\nTwo."),
         (f"{FINAL}Yes", "Yes", ""),
         ("Yes", "Yes", ""),
+        (" to=5 it goes.", " to=5 it goes.", ""),
         (f"{COMMENTARY} to=functions.f<|message|>{{}}", "{}", ""),  # the request has no tools
         (f"{ANALYSIS}So", "", "So"),
         ("<|channel|>ana", "", ""),

@@ -116,3 +116,26 @@ def test_time_of_a_simulated_device_is_what_it_says(bench: Bench) -> None:
     bench.step(100, 110)
     bench.step(113, 120)
     assert bench.times == (3_000_000_000, 500_000_000)
+
+
+def test_counts_go_on_in_the_next_process() -> None:
+    page = StatusBoard.create(1)
+    row = StatusBoard(page, writable=True).row(0)
+    words = [getattr(StatusBoard, name) for name in ("ENCODINGS", "GRAMMARS", "MASKS", "GRAMMARS_OPEN")]
+    totals = []
+    for life in range(2):
+        grammars: Any = SimpleNamespace(counts=None)
+        encodings = EncodingCounts()
+        device: Any = SimpleNamespace(encodings=encodings, grammars=grammars)
+        stats = DeviceStats(device, row)
+        totals.append([row[word] for word in words])
+        batch = BatchState(8, 1000)
+        step = StepBuilder(batch).build(1, 1)
+        batch.apply(step)
+        stats.launched(batch, step, 1)
+        encodings.encoded = 3 + life
+        if not life:
+            grammars.counts = SimpleNamespace(open=1, compiled=2, compile_ns=9, masks=5, mask_ns=9)
+        stats.done(SamplerOutput(np.zeros(0, np.int32)), 2)
+        totals.append([row[word] for word in words])
+    assert totals == [[0, 0, 0, 0], [3, 2, 5, 1], [3, 2, 5, 0], [7, 2, 5, 0]]

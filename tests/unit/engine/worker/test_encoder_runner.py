@@ -86,6 +86,15 @@ def test_scores_are_those_of_the_classifier(name: str, tmp_path: Path) -> None:
     assert len(set(expected)) == len(expected)
 
 
+def test_bert_with_a_single_type_of_tokens_takes_no_ids_of_second_texts(tmp_path: Path) -> None:
+    path = write_encoder(tmp_path / "bert", "bert", type_vocab_size=1)
+    runner, prompt = runner_of(path), [1, 5, 6, 2]
+    assert runner.vocabulary == runner._stock.config.vocab_size  # the core refuses ids beyond: none ends the worker
+    (expected,) = reference_vectors(path, [prompt], "cls")
+    (vector,) = computed(runner, [prompt])
+    assert float(vector @ expected) / float(np.linalg.norm(expected)) >= 0.9999
+
+
 def test_score_is_the_logit_where_config_json_says_so(tmp_path: Path) -> None:
     path = write_encoder(
         tmp_path / "bert", "bert", num_labels=1, sbert_ce_default_activation_function="torch.nn.modules.linear.Identity"

@@ -164,6 +164,27 @@ def test_changed_adapter_is_left_out_and_named_by_a_worker(family: Callable[[str
     assert result.answers == merged_answers(of, other, of.requests[:2])
 
 
+@pytest.mark.parametrize("fault", ["read_adapter", "_together", "set_adapter"])
+def test_worker_goes_on_without_an_adapter_that_it_cannot_load(
+    fault: str, family: Callable[[str], Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a dtype that safetensors' module for torch does not know, or a device without room."""
+    of = family("llama")
+    (adapter, _), ours = two_adapters(of, tmp_path), device(of, adapters=())
+
+    def fail(*_: Any) -> None:
+        raise KeyError("F8_E8M0")
+
+    with monkeypatch.context() as context:
+        context.setattr(f"penstock.engine.worker.lora.{fault}", fail)
+        assert ours.change_adapter(AdapterChange(0, 0, *adapter, True)) == "KeyError: 'F8_E8M0'"
+    assert ours._model.adapters is not None
+    assert not any(product.factors for _, product in ours._model.adapters._places.values())
+    assert ours.change_adapter(AdapterChange(0, 0, *adapter, True)) == ""
+    expected = merged_answers(of, adapter, of.requests[:2])
+    assert ask(ours, of.requests[:2], adapters=[adapter.digest]).answers == expected
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_adapters_come_and_go_between_steps(name: str, family: Callable[[str], Family], tmp_path: Path) -> None:
     """In native layers, and in modules; numbers are used again."""

@@ -97,6 +97,27 @@ async def test_adapter_that_cannot_be_replaced_stays(scene: Scene) -> None:
 
 
 @in_a_loop
+async def test_last_adapter_that_has_room_is_replaced(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.server.http.adapter_routes.MAX_ADAPTERS", 1)
+    await scene.load(SQL)
+    with pytest.raises(ApiError, match="at most 1 adapters"):
+        await scene.load(SQL._replace(name="too"))
+    await scene.load(NEWER, in_place=True)
+    assert scene.routes.by_name == {"sql": NEWER}
+
+
+@in_a_loop
+async def test_change_waits_for_another_server_for_a_time_only(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.routes._config = EngineConfig(model="/m", start_timeout=0.2)
+    with monkeypatch.context() as context:
+        context.setattr(scene.registry, "lock", lambda: False)
+        with pytest.raises(ApiError, match=r"another API server has changed adapters for 0\.2 s") as refused:
+            await scene.load(SQL)
+    assert refused.value.status == 503 and not scene.adapters.calls
+    await scene.load(SQL)
+
+
+@in_a_loop
 async def test_group_that_began_anew_meanwhile_is_asked_again(scene: Scene) -> None:
     scene.adapters.restarts = 2
     await scene.load(SQL)
