@@ -73,6 +73,10 @@ def odd_shape(number: int) -> tuple[str, dict[str, Any]]:
     return name, shape
 
 
+def of_experts(name: str) -> bool:
+    return name in ("mixtral", "gpt_oss") or name.endswith("_moe")
+
+
 def rope(chance: random.Random, kind: str, size: int) -> dict[str, Any]:
     """Of heads of this size."""
     theta = {"rope_type": kind, "rope_theta": chance.choice((1e3, 1e4, 1e6))}
@@ -132,7 +136,7 @@ def test_all_kinds_of_positions_and_all_families_are_among_the_odd_shapes() -> N
 
 def test_answers_in_bfloat16_differ_where_two_ids_are_nearly_as_likely(tmp_path: Path) -> None:
     """How many are equal, and how near the two ids are where the others first differ (in the report: -s)."""
-    count, gaps = 0, []
+    count, gaps, experts = 0, [], []
     for number in NUMBERS:
         requests = requests_of(number)[:4]
         of = odd(number, tmp_path / str(number), requests=requests, dtype=torch.bfloat16)
@@ -141,13 +145,16 @@ def test_answers_in_bfloat16_differ_where_two_ids_are_nearly_as_likely(tmp_path:
         count += len(requests)
         for request, ours, reference in zip(requests, actual, of.answers, strict=True):
             if ours != reference:
-                gaps.append(roundings_apart(stock, request.prompt, ours, reference))
+                to = experts if of_experts(odd_shape(number)[0]) else gaps
+                to.append(roundings_apart(stock, request.prompt, ours, reference))
     near = [sum(gap <= most for gap in gaps) for most in (1, 2)]
     print(
-        f"bfloat16: {count - len(gaps)} of {count} answers are equal; of the {len(gaps)} others {near[0]} differ first "
-        f"where two logits are at most one rounding apart, {near[1]} at most two, all at most {max(gaps)}"
+        f"bfloat16: {count - len(gaps + experts)} of {count} answers are equal; of {len(gaps)} others {near[0]} differ "
+        f"first where two logits are at most one rounding apart, {near[1]} at most two, all at most {max(gaps)}; of "
+        f"models with experts {len(experts)} others at most {max(experts, default=0)}"
     )
-    assert len(gaps) <= count / 2
+    assert len(gaps) + len(experts) <= count / 2
+    # Of a model with experts, a rounding of the router's may choose other experts, here and in transformers.
     assert max(gaps) <= 16 and near[1] >= len(gaps) / 2  # each layer rounds several times
 
 
