@@ -10,6 +10,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,13 +64,18 @@ class Devices(NamedTuple):
         """Returns the number of a device by number or UUID; None: not known."""
         if name.isdecimal():
             return int(name)
-        matches = [number for number, uuid in enumerate(self.uuids) if uuid.startswith(uuid_digits(name))]
+        matches = numbers_of(name, self.uuids)
         return matches[0] if len(matches) == 1 else None
 
 
 def uuid_digits(name: str) -> str:
     """Returns the digits of a UUID, which may be the first ones only, as in CUDA_VISIBLE_DEVICES."""
     return name.removeprefix("GPU-").replace("-", "").lower()
+
+
+def numbers_of(name: str, uuids: Sequence[str]) -> list[int]:
+    """Returns the numbers of devices with a UUID that begins with `name`. `uuids`: of all devices, as digits."""
+    return [number for number, uuid in enumerate(uuids) if uuid.startswith(uuid_digits(name))]
 
 
 def torch_build() -> TorchBuild | None:

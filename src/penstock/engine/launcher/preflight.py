@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from penstock.engine.cluster.adapter_files import base_shapes, require_adapter
-from penstock.engine.cluster.cuda_devices import Devices, cuda_devices, torch_build, uuid_digits
+from penstock.engine.cluster.cuda_devices import Devices, cuda_devices, numbers_of, torch_build
 from penstock.engine.cluster.numa import require_node
 from penstock.engine.cluster.weight_files import read_weights
 from penstock.engine.model_dir import (
@@ -137,8 +137,7 @@ def _problem_of(name: str, devices: Devices) -> str:
         return "no CUDA device can be used"
     if name.isdecimal():
         return "" if int(name) < devices.number else f"the number {name} names no device"
-    is_there = any(uuid.startswith(uuid_digits(name)) for uuid in devices.uuids)
-    return "" if is_there or not devices.uuids else f"the UUID {name} names no device"
+    return "" if numbers_of(name, devices.uuids) or not devices.uuids else f"the UUID {name} names no device"
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -35,18 +35,17 @@ from penstock.engine.worker.cpu_threads import share
 from penstock.engine.worker.device import EncodingCounts, LazyGrammars, TorchPendingStep
 from penstock.engine.worker.model import load_on_cpu
 from penstock.engine.worker.model_runner import FULL_STEP_TOKENS
+from penstock.engine.worker.paged_attention import NAME, AttentionStyle
 from penstock.engine.worker.pooler import Pooler
 from penstock.engine.worker.shared_weights import SharedWeights
 from penstock.engine.worker.stock import (
-    AttentionInterface,
     AutoConfig,
     AutoModel,
     AutoModelForSequenceClassification,
+    build_on_meta,
     without_compiler,
 )
 from penstock.tensor import Handle
-
-NAME = "penstock_encoder"  # of the attention in transformers' registry; no mask function has this name
 
 
 class EncoderAttention:
@@ -55,40 +54,20 @@ class EncoderAttention:
     def __init__(self, lengths: list[int]) -> None:
         self._groups = [(length, len(list(prompts))) for length, prompts in groupby(lengths)]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None) -> Tensor:
-        """Returns [tokens, heads, size] of the same. A token sees those at a distance below `window`; None: all."""
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: AttentionStyle) -> Tensor:
+        """Returns [tokens, heads, size] of the same. A token sees those at a distance below the window, both ways."""
         parts, begin = [], 0
         for length, count in self._groups:
             part, shape = slice(begin, begin + length * count), (count, length, *query.shape[1:])
             queries, keys, values = (tensor[part].view(shape).transpose(1, 2) for tensor in (query, key, value))
             mask = None
-            if window is not None and window < length:
+            if how.window is not None and how.window < length:
                 positions = torch.arange(length)
-                mask = (positions[:, None] - positions).abs() < window
-            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+                mask = (positions[:, None] - positions).abs() < how.window
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=how.scale)
             parts.append(attended.transpose(1, 2).flatten(0, 1))
             begin = part.stop
         return torch.cat(parts)
-
-
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    prompts: EncoderAttention,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The function that transformers calls: takes [1, heads, tokens, size], returns [1, tokens, heads, size]."""
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return prompts.attend(queries, keys, values, scaling, sliding_window)[None], None
-
-
-AttentionInterface.register(NAME, _attend)
 
 
 class EncoderRunner:
@@ -149,7 +128,7 @@ class EncoderRunner:
             ids %= self._second_text
         positions = torch.cat([torch.arange(length) for length in lengths])[None] + self._first_position
         attention = EncoderAttention(lengths)
-        outcome = self._stock.base_model(input_ids=ids, position_ids=positions, prompts=attention, **arguments)
+        outcome = self._stock.base_model(input_ids=ids, position_ids=positions, paged=attention, **arguments)
         hidden: tuple[Tensor, ...] = outcome.last_hidden_state[0].split(lengths)
         return hidden
 
@@ -175,8 +154,7 @@ def load_encoder(path: Path, dtype: str, shared: SharedWeights | None, *, has_cl
     kind: Any = AutoModelForSequenceClassification if has_classifier else AutoModel
     # Some files lack the layer that a classifier has behind the first position, and vectors need none.
     options = {} if has_classifier or config.model_type == "modernbert" else {"add_pooling_layer": False}
-    with torch.device("meta"), without_compiler():
-        stock = kind.from_config(config, dtype=chosen, attn_implementation=NAME, **options)
+    stock = build_on_meta(lambda: kind.from_config(config, dtype=chosen, attn_implementation=NAME, **options))
     stock.eval().requires_grad_(False)
     device = torch.device("cpu")
     with without_compiler():

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from logging import DEBUG
 from pathlib import Path
@@ -37,6 +36,7 @@ from penstock.engine.worker.stock import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    build_on_meta,
     without_compiler,
 )
 from penstock.engine.worker.tensor_parallel import TPGroup, outputs_are_summed, shard
@@ -220,7 +220,7 @@ def load(
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     kind: Any = AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
     own = {"text_config": NAME, "vision_config": "sdpa"} if config.model_type in VISION else NAME
-    stock = _build_on_meta(lambda: kind.from_config(config, dtype=chosen, attn_implementation=own))
+    stock = build_on_meta(lambda: kind.from_config(config, dtype=chosen, attn_implementation=own))
     stock.eval().requires_grad_(False)
     slices = shard(stock, tp_plan(stock), ranks, heads)
     with without_compiler():
@@ -255,13 +255,6 @@ def require_memory(stock: nn.Module, ranks: TPGroup, device: torch.device, utili
             f"no room for the weights: {nbytes / 2**30:.2f} GiB, and {room / 2**30:.2f} GiB of the device are free for "
             "them: raise --gpu-memory-utilization or --tensor-parallel-size, or end other processes"
         )
-
-
-def _build_on_meta(build: Callable[[], Any]) -> Any:
-    with contextlib.suppress(RuntimeError), torch.device("meta"), without_compiler():
-        return build()
-    with torch.device("meta"), without_compiler(has_values=False):  # as for `proportional` rotary frequencies
-        return build()
 
 
 def import_family(path: Path) -> None:

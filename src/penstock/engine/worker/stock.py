@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -93,6 +93,14 @@ def without_compiler(has_values: bool = True) -> Iterator[None]:
                     del sys.modules[name]
 
 
+def build_on_meta(build: Callable[[], Any]) -> Any:
+    """Returns the model that `build` makes, without memory for parameters."""
+    with contextlib.suppress(RuntimeError), torch.device("meta"), without_compiler():
+        return build()
+    with torch.device("meta"), without_compiler(has_values=False):  # as for `proportional` rotary frequencies
+        return build()
+
+
 @contextlib.contextmanager
 def without_second_scan() -> Iterator[None]:
     """Keeps the package `transformers.models` from reading all modules of all families, as `transformers` has just
@@ -157,6 +165,7 @@ __all__ = [
     "SiLUActivation",
     "WeightConverter",
     "WeightRenaming",
+    "build_on_meta",
     "dot_natural_key",
     "get_model_conversion_mapping",
     "rename_source_key",

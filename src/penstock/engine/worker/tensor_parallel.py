@@ -21,7 +21,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from penstock.engine import _native
-from penstock.engine.cluster.cuda_devices import uuid_digits
+from penstock.engine.cluster.cuda_devices import numbers_of, uuid_digits
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.worker.weight_slices import FIRST_ONLY, HeadSlices, WeightSlice, share, within
@@ -184,7 +184,7 @@ def device_index(name: str) -> int:
             return int(name)
     else:
         uuids = [uuid_digits(str(torch.cuda.get_device_properties(number).uuid)) for number in range(count)]
-        matches = [number for number, uuid in enumerate(uuids) if uuid.startswith(uuid_digits(name))]
+        matches = numbers_of(name, uuids)
         if len(matches) == 1:
             return matches[0]
     raise ValueError(f"expected a CUDA device, got {name}: this process has {count}; see nvidia-smi -L, and --devices")
