@@ -6,7 +6,9 @@ Loads are made by `penstock bench serve`, the same for both, in rounds that take
     scripts/bench serve --quick                   small, one round: does it run?
     scripts/bench serve --model DIR               another model than a small one with random weights
     scripts/bench serve --shape qwen3-0.6b --only load    random weights of that model's shape, in bfloat16
+    PENSTOCK_LLAMA_SERVER=… scripts/bench serve --shape qwen3-0.6b --only load --impl penstock,llama.cpp
     scripts/bench serve --only streams,gone
+    scripts/bench serve --impl penstock --only burst,step    1,024 chats at once; processor time of a step of one stream
     scripts/bench serve --quick --impl penstock --only pages --rounds 9    the cost of 10 open dashboards
 """
 
@@ -22,13 +24,25 @@ from pathlib import Path
 
 from bench.harness.run import Run, side_by_side
 from bench.impls import Unavailable
-from bench.serve_cases import cases, goals, model, pages, pauses
+from bench.serve_cases import cases, front, goals, model, pages, pauses
 from bench.serve_cases.cases import Load, Servers
-from bench.serve_cases.servers import OURS, PEERS, THEIRS, THEIRS_UNRESERVED, UNRESERVED, Failed, Ours, Server, Theirs
+from bench.serve_cases.servers import (
+    LLAMA,
+    OURS,
+    PEERS,
+    THEIRS,
+    THEIRS_UNRESERVED,
+    UNRESERVED,
+    Failed,
+    Llama,
+    Ours,
+    Server,
+    Theirs,
+)
 from penstock.engine.model_dir import takes_images
 from penstock.engine.protocol.config import EngineConfig
 
-CASES = ("load", "pages", "streams", "gone", "migration")
+CASES = ("load", "pages", "streams", "gone", "burst", "step", "migration")
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,7 @@ class Scale:
     streams: int
     stream_tokens: int
     disconnects: int
+    burst: int  # chats at once
     kills: int
     migrating_streams: int
     kept_requests: int
@@ -64,6 +79,7 @@ DEFAULT = Scale(
     streams=1000,
     stream_tokens=200,
     disconnects=20,
+    burst=1024,
     kills=7,
     migrating_streams=16,
     kept_requests=200,
@@ -75,6 +91,7 @@ QUICK = Scale(
     streams=50,
     stream_tokens=20,
     disconnects=2,
+    burst=64,
     kills=1,
     migrating_streams=8,
     kept_requests=40,
@@ -127,6 +144,15 @@ def measure(run: Run, scale: Scale) -> goals.Found:
             servers.output.record("failed", OURS, reason=str(failure))
         finally:
             simulated.stop()
+    if {"burst", "step"} & set(expected) and OURS in ways:
+        try:
+            if "burst" in expected:
+                result.burst = front.burst(servers, scale.burst, servers.rounds)
+            if "step" in expected:
+                result.step = front.light_step(servers, servers.rounds)
+        except (Failed, OSError) as failure:
+            servers.output.say(f"\nthe front: {failure}")
+            servers.output.record("failed", OURS, reason=str(failure))
     if "migration" in expected and OURS in ways:
         directory = directory_of(served, servers)
         try:
@@ -157,6 +183,7 @@ def start_all(run: Run, servers: Servers, scale: Scale, result: goals.Found, ser
         OURS: partial(Ours.of_model, longest=longest, dtype=served.dtype),
         THEIRS: remote,
         THEIRS_UNRESERVED: partial(remote, environment=UNRESERVED),
+        LLAMA: partial(Llama.of_model, longest=longest),
     }
     for name in run.named("impl"):
         with contextlib.ExitStack() as unless_up:
@@ -174,7 +201,7 @@ def start_all(run: Run, servers: Servers, scale: Scale, result: goals.Found, ser
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = side_by_side("serve", __doc__, CASES, (OURS, *PEERS))
+    parser = side_by_side("serve", __doc__, CASES, (OURS, *PEERS, LLAMA))
     parser.add_argument("--model", metavar="DIR", type=Path, help="instead of a small one with random weights")
     shape_help = "of the model with random weights, in bfloat16 if it is not the small one; default: %(default)s"
     parser.add_argument("--shape", choices=(model.SMALL, model.REAL), default=model.SMALL, help=shape_help)
@@ -195,7 +222,7 @@ def main(arguments: Sequence[str]) -> int:
     with Run("serve", options, rounds=3, patience=60.0) as run:
         result = measure(run, scale)
         if options.quick:  # the target is not for fewer streams
-            result.streams = {}
+            result.streams, result.burst = {}, {}
         return run.conclude(OURS, goals.targets(result))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,8 @@ def report(device: Device, of_kernels: Any, of_calls: Any, allocations: float) -
     import torch
 
     slots, steps = device.scale.slots, device.scale.idle_steps
-    kind = torch.autograd.DeviceType.CUDA if device.scale.device == "cuda" else torch.autograd.DeviceType.CPU
+    types = torch.autograd.DeviceType  # type: ignore[attr-defined]
+    kind = types.CUDA if device.scale.device == "cuda" else types.CPU
     events = [event.time_range for event in of_kernels.events() if event.device_type == kind]
     share, waiting, window = idle_of(sorted((event.start, event.end) for event in events))
     counts: Counter[str] = Counter()
@@ -109,7 +110,7 @@ def idle_of(intervals: Sequence[tuple[float, float]]) -> tuple[float, float, flo
     return free / (end - begin), long / (end - begin), end - begin
 
 
-def decode(runner: Any, rows: int, tokens: int) -> Iterator[None]:
+def decode(runner: Any, rows: int, tokens: int) -> Generator[None, None, None]:
     """Answers as many requests as there are rows. Yields after each launch of a step in which all rows decode."""
     batch = BatchState(rows, runner.blocks, BLOCK_SIZE, -(-(PROMPT + tokens) // BLOCK_SIZE))
     config = SchedulerConfig(max_model_len=PROMPT + tokens, max_num_batched_tokens=8192, has_overlap=True)

@@ -20,6 +20,7 @@ from bench.harness.figures import Figures
 from penstock import Timeout
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import ProcessId
+from penstock.engine.protocol.columns import Input, columns_of_inputs
 from penstock.engine.protocol.messages import Abort, ChunkFormat, Delta, Failed, Ints, SamplingParams, Style, Submit
 from penstock.engine.worker.simulated_device import TokenRule
 from penstock.tools.inspect.processes import process_of
@@ -60,9 +61,16 @@ class Server:
         for end in (self._deltas, self._core):
             end.close()
 
-    def ask(self, number: int, prompt: Ints, style: Style | None = None, params: SamplingParams = PARAMS) -> None:
+    def ask(
+        self,
+        number: int,
+        prompt: Ints,
+        style: Style | None = None,
+        params: SamplingParams = PARAMS,
+        items: tuple[Input, ...] = (),
+    ) -> None:
         written = None if style is None else ChunkFormat(style, HEAD % number)
-        submit = Submit(0, number, prompt, params, chunk_format=written)
+        submit = Submit(0, number, prompt, params, inputs=columns_of_inputs([items]), chunk_format=written)
         self._core.send(submit, PATIENCE)
 
     def abort(self, numbers: Ints) -> None:

@@ -78,7 +78,7 @@ def run_values(run: Run) -> None:
     pulls = PullChannels.open(RANKS)
     memory = MemoryOptions(prefault=True)
     with Store(3 * VALUE_NBYTES, memory=memory) as home, Store(3 * VALUE_NBYTES, memory=memory) as away:
-        tickets = [str(channel.ticket) for channel in (pulls.requests, *pulls.answers)]
+        tickets = [str(pulls.requests.ticket), *(str(answers.ticket) for answers in pulls.answers)]
         bridges = _link([home.ticket, away.ticket], tickets)
         try:
             pullers = [Puller(pulls, client, away) for client in range(RANKS)]

@@ -21,7 +21,7 @@ from typing import Any
 from bench.harness.figures import Figures, quantile
 from bench.harness.output import short
 from bench.harness.turns import Outcome, Turns
-from bench.serve_cases.servers import NAME, OURS, PEERS, Failed, Ours, Server
+from bench.serve_cases.servers import LLAMA, NAME, OURS, PEERS, Failed, Ours, Server
 
 PATIENCE = 400.0  # seconds; for one load
 GONE = 5.0  # seconds in which an abandoned request is to be gone
@@ -151,7 +151,7 @@ def side_by_side(servers: Servers, case: str, load: Load) -> Outcome:
         quiet = {"foreign_cores": outcome.foreign_cores, "quiet": outcome.is_quiet}
         servers.output.record(case, name, **vars(load), **figures, **ratios, rounds=servers.rounds, **quiet)
     rows = [(name, [cell(outcome.figures(name)) for cell in COLUMNS.values()]) for name in outcome.rounds]
-    for peer in PEERS:
+    for peer in (*PEERS, LLAMA):
         if peer in outcome.rounds and servers.compares(outcome):
             ratios = {key: f"×{short(outcome.ratio(peer, key, OURS))}" for key in COMPARED}
             cells = [ratios["requests_per_s"], "", ratios["ttft_ms"], ratios["tpot_ms"]]

@@ -10,7 +10,7 @@ from bench.harness.targets import Target
 from bench.harness.turns import Outcome
 from bench.serve_cases.pages import NO_PAGE, PAGES
 from bench.serve_cases.pauses import ANOTHER, ONLY
-from bench.serve_cases.servers import OURS, PEERS
+from bench.serve_cases.servers import LLAMA, OURS, PEERS
 
 
 @dataclass
@@ -22,6 +22,8 @@ class Found:
     page_cost: float | None = None
     streams: Figures = field(default_factory=dict)
     gone: Figures = field(default_factory=dict)
+    burst: Figures = field(default_factory=dict)
+    step: Figures = field(default_factory=dict)
     starts: dict[str, float] = field(default_factory=dict)
     pauses: dict[str, Figures] = field(default_factory=dict)  # by what is there besides the group that is lost
     kept_memory: Figures = field(default_factory=dict)
@@ -47,6 +49,10 @@ def targets(result: Found) -> Iterator[Target]:
         yield Target(f"{case}: requests/s, ours over vLLM's", 1, "x", requests, is_least=True)
         yield Target(f"{case}: TTFT p50, ours over vLLM's", 1, "x", result.ratio(case, "ttft_ms"))
         yield Target(f"{case}: TPOT p50, ours over vLLM's", 1, "x", result.ratio(case, "tpot_ms"))
+    for case, least in (("one request", 1.0), ("decode of 8", 1.3)):
+        outcome = result.loads.get(case, Outcome())
+        faster = outcome.ratio_if_measured(OURS, "requests_per_s", LLAMA)
+        yield Target(f"{case}: requests/s, ours over llama.cpp's", least, "x", faster, is_least=True)
     front = result.ratio("text", "front_cpu_s")
     yield Target("CPU per token, server + core + output over API server + engine core", 0.5, "x", front)
     pages = result.pages.ratio_if_measured(NO_PAGE, "requests_per_s", PAGES)
@@ -58,6 +64,8 @@ def targets(result: Found) -> Iterator[Target]:
     yield Target("server's memory for each of them", 100, "KB", result.streams.get("growth_kb"))
     yield Target("from the start to the first answer", 15, "s", result.starts.get(OURS))
     yield Target("a client goes, until its request is gone everywhere", 100, "ms", result.gone.get("gone_most_ms"))
+    yield Target("a burst of 1,024 chats: TTFT p50", 200, "ms", result.burst.get("ttft_ms"))
+    yield Target("a step of one stream: CPU of all processes", 0.5, "ms", result.step.get("sum"))
     pause = result.pauses.get(ANOTHER, {}).get("pause_max_ms")
     yield Target("a worker is killed, another group is there: longest pause of a stream", 300, "ms", pause)
     beyond = result.pauses.get(ONLY, {}).get("beyond_restart_ms")

@@ -22,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.role import die_with_parent
+from bench.impls import Unavailable
 from bench.impls.peer import python_with
+from bench.serve_cases.gguf_file import write_gguf
 from penstock.tools.inspect.processes import Process, all_processes, with_descendants
 
 OURS, THEIRS, THEIRS_UNRESERVED = "penstock", "vllm", "vllm-unreserved"
 UNRESERVED = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 PEERS = (THEIRS, THEIRS_UNRESERVED)  # vLLM at its default, which reserves one processor, and computing with all of them
+LLAMA = "llama.cpp"
+LLAMA_SERVER = "PENSTOCK_LLAMA_SERVER"  # environment: the path of a `llama-server`
 NAME = "model"  # by which clients ask for it
 START = 400.0  # seconds until it answers; a compiler may be at work, and others beside it
 END = 20.0  # seconds until it has ended, after it was told to
@@ -261,6 +265,38 @@ class Theirs(Server):
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+class Llama(Server):
+    """llama.cpp's server with all processors, flash attention and a batch of prompts as large as ours. It is one
+    process, and is stopped while others are measured, as its threads wait busily."""
+
+    name = LLAMA
+    slots = 8  # requests at a time; each has its share of the context
+
+    @classmethod
+    def of_model(cls, model: Path, log: Path, *, longest: int) -> Llama:
+        """Raises Unavailable."""
+        program = os.environ.get(LLAMA_SERVER)
+        if not program:
+            raise Unavailable(f"set {LLAMA_SERVER} to the path of a llama-server")
+        file = log.with_suffix(".gguf")
+        write_gguf(model, file)
+        port = free_port()
+        command = [program, "--model", str(file), "--alias", NAME, "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--parallel", str(cls.slots), "--ctx-size", str(cls.slots * longest), "--flash-attn", "on"]
+        command += ["--threads", str(os.cpu_count()), "--batch-size", "2048", "--ubatch-size", "512", "--jinja"]
+        command += ["--cache-ram", "0", "--no-webui"]
+        return cls(command, {}, port, log)
+
+    def cpu_seconds(self) -> dict[str, float]:
+        return {"worker": sum(super().cpu_seconds().values())}
+
+    def rest(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
 
 
 def free_port() -> int:
