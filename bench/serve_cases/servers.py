@@ -47,7 +47,7 @@ class Server:
     """A process, and its descendants. `role` says what one of them does, by what its log says of it."""
 
     name = ""
-    roles_in_log = re.compile("")  # of the log: a role, and the number of a process
+    roles_in_log = re.compile("(?!)()()")  # of the log: a role, and the number of a process; here of none
     front: tuple[str, ...] = ()  # roles of all that is not computing
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], port: int, log: Path) -> None:
