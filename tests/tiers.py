@@ -81,7 +81,6 @@ OUTPUTS_SEEDS           = choose(12,      25,      250)        # test_outputs: a
 RESUMED_SEEDS           = choose(2,       100,     1_000)      # test_resumed
 GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_hasher
 # unit
-PEER_DEATHS             = choose(20,      100,     1_000)      # test_peers: of peers that hold a block
 LINK_RESETS             = choose(100,     1_000,   100_000)    # test_resumption: in a row, under traffic
 LINK_CUTS               = choose(6,       200,     5_000)      # test_resumption: resets at a random byte, each way
 DAMAGES                 = choose(2,       50,      500)        # test_resumption: packets with a flipped bit, each way

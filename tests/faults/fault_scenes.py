@@ -442,18 +442,6 @@ def inbox(stage: Stage) -> None:
 
 
 @scene
-def inbox_async(stage: Stage) -> None:
-    maker, ticket = opened(stage, "inbox")
-    maker.do(become_async_receiver)
-    other = attached(stage, "sender", ticket, become_sender)
-    for number, nbytes in enumerate((SHORT, LONG)):
-        waiting = maker.start(receive_in_loop, number)
-        waiting.settle()
-        other.do(send, number, nbytes)
-        waiting.result(PROMPTLY)
-
-
-@scene
 def replaced(stage: Stage) -> None:
     """A sender leaves and another comes; so does a receiver."""
     maker, ticket = opened(stage, "inbox")

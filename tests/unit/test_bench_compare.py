@@ -39,22 +39,6 @@ def test_spread_workload_needs_one_block_per_request_in_16_steps() -> None:
     assert sorted(due) == list(range(40))
 
 
-def test_in_a_steady_workload_nobody_needs_a_block_for_thirteen_steps() -> None:
-    decode = Decode(40, is_spread=False)
-    for _ in range(comparison.LEAST_STEPS):
-        advance = decode.step()
-        assert not advance.due
-        decode.finish(advance)
-
-
-def test_blocks_belong_to_one_request_each() -> None:
-    decode = Decode(40, is_spread=True)
-    for _ in range(3 * BLOCK):
-        decode.finish(decode.step())
-    blocks = [block for item in decode.running for block in item.blocks]
-    assert len(set(blocks)) == len(blocks)
-
-
 def test_the_state_of_2024_has_the_size_that_the_issue_says() -> None:
     params = vllm2024.params_of(4)
     nbytes = len(pickle.dumps(vllm2024.whole_state(Decode(4, is_spread=True), params)))

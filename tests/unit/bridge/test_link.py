@@ -94,18 +94,6 @@ def send_all(sender: penstock.Sender[bytes], count: int) -> None:
         sender.send(b"%d" % number)
 
 
-def test_channels_go_both_ways_at_a_time() -> None:
-    there, here, back, home = Ring(), Ring(), Ring(), Ring()
-    first = replace(LINK, channels=[OutboundChannel("there", there), InboundChannel("back", home)])
-    second = replace(LINK, channels=[OutboundChannel("back", back), InboundChannel("there", here)])
-    with running(first, second), there.open_sender() as sender, home.open_receiver() as answers:
-        with here.open_receiver() as receiver, back.open_sender() as answer:
-            for number in range(100):
-                sender.send(b"%d" % number)
-                answer.send(receiver.receive(5))
-                assert answers.receive(5) == b"%d" % number
-
-
 # ── the end in peace ──
 def test_both_sides_return_when_all_channels_have_ended() -> None:
     source, target = Ring(), Ring()

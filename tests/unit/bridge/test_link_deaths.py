@@ -62,19 +62,6 @@ def test_silent_side_is_dead_and_gets_the_reason() -> None:
     running_link.end()
 
 
-def test_a_side_that_reads_but_does_not_send_is_silent_too() -> None:
-    running_link, connection = raw()
-    connection.setblocking(False)
-    while running_link.is_running:
-        try:
-            connection.recv(1 << 16)
-        except (BlockingIOError, ConnectionResetError):
-            time.sleep(0.001)
-    assert running_link.death().kind == "silent"
-    connection.close()
-    running_link.end()
-
-
 def test_side_whose_packets_are_lost_gets_the_reason() -> None:
     running_link, connection = raw()
     connection.sendall(packet(packets.FATAL, 0, 0, bytes([0]) + b"0.3 s"))

@@ -12,13 +12,13 @@ from typing import get_args
 
 import pytest
 
-from penstock import Ring, Timeout
-from penstock.bridge import BridgeRefused, InboundChannel, Link, LinkSpec, Listener, OutboundChannel, Tls, connect
+from penstock import Timeout
+from penstock.bridge import BridgeRefused, Link, LinkSpec, Listener, Tls, connect
 from penstock.bridge.handshake_pool import HANDSHAKE_S, MAX_HANDSHAKES
 from penstock.bridge.link_errors import RefusalKind
 from tests.conftest import eventually
 from tests.support.certificates import make_certificates
-from tests.support.links import SECRET, RunningLink
+from tests.support.links import SECRET
 
 HERE = ("127.0.0.1", 0)
 HOME = LinkSpec("group 0", 1, "home")
@@ -129,18 +129,6 @@ def test_stranger_announcing_a_long_message_is_refused_before_reading(listener: 
         assert "expected a message of up to 256 bytes, got one of 1073741824" in listener.last_refusal
 
 
-def test_listener_returns_the_name_of_the_accepted_link(listener: Listener) -> None:
-    other = replace(HOME, link="group 1")
-    accepting = Accepting(listener, HOME, other)
-    with connect(listener.address, replace(AWAY, link="group 1"), secret=SECRET), accepting.link() as home:
-        assert home.spec is other
-    accepting = Accepting(listener, HOME)
-    with pytest.raises(BridgeRefused, match="link 'group 1' of 'away' is not awaited here, but 'group 0'"):
-        connect(listener.address, replace(AWAY, link="group 1"), secret=SECRET)
-    with connect(listener.address, AWAY, secret=SECRET), accepting.link():
-        pass
-
-
 def test_listener_goes_on_after_a_connection_lost_in_the_handshake(listener: Listener) -> None:
     accepting = Accepting(listener, HOME)
     socket.create_connection(listener.address).close()
@@ -159,27 +147,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tls(folder: Path, name: str, authority: str) -> Tls:
     return Tls(str(folder / f"{name}.pem"), str(folder / f"{name}.key"), str(folder / f"{authority}-ca.pem"))
-
-
-def test_frames_pass_over_tls(certificates: Path) -> None:
-    own = tls(certificates, "ours", "ours")
-    source, target = Ring(), Ring()
-    home = replace(HOME, channels=[OutboundChannel("frames", source)])
-    away = replace(AWAY, channels=[InboundChannel("frames", target)])
-    with Listener(HERE, secret=SECRET, tls=own) as listener:
-        accepting = Accepting(listener, home)
-        links = [
-            RunningLink(connect(listener.address, away, secret=SECRET, tls=own, timeout=10)),
-            RunningLink(accepting.link()),
-        ]
-    with source.open_sender() as sender, target.open_receiver() as receiver:
-        for nbytes in (5, 100_000, 4 << 20):
-            sender.send(bytes(nbytes))
-            assert receiver.receive(10) == bytes(nbytes)
-        links[1].link.stop("enough")
-        assert links[0].outcome() == "enough"
-    for side in links:
-        side.end()
 
 
 def test_a_side_without_a_certificate_of_the_authority_is_refused(certificates: Path) -> None:
@@ -208,16 +175,6 @@ def test_tls_of_one_side_is_refused_in_words_by_both_and_counted(certificates: P
             connect(listener.address, AWAY, secret=SECRET, tls=None if is_home else own, timeout=5)
         with connect(listener.address, AWAY, secret=SECRET, tls=own if is_home else None), accepting.link():
             assert listener.refusals["tls"] == 1
-
-
-def test_another_secret_is_refused_in_words_over_tls_too(certificates: Path) -> None:
-    own = tls(certificates, "ours", "ours")
-    with Listener(HERE, secret=SECRET, tls=own) as listener:
-        accepting = Accepting(listener, HOME, timeout=20)
-        with pytest.raises(BridgeRefused, match="the listener refuses: the secret is another one"):
-            connect(listener.address, AWAY, secret=bytes(32), tls=own, timeout=5)
-        with connect(listener.address, AWAY, secret=SECRET, tls=own, timeout=5), accepting.link():
-            assert listener.refusals == {"secret": 1}
 
 
 def test_certificates_that_cannot_be_used_are_an_error_that_names_the_file(certificates: Path) -> None:

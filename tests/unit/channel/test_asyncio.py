@@ -101,24 +101,6 @@ async def test_next_wait_adds_the_pipe_that_a_loop_refused(
     assert await asyncio.wait_for(task, 2) == b"woken"
 
 
-@over_a_ring()
-async def test_records_come_in_order_between_two_tasks_that_wait_for_each_other(
-    sender: AsyncSender, receiver: AsyncReceiver
-) -> None:
-    async def produce() -> None:
-        for number in range(2000):
-            await sender.send(b"%d" % number * (1 + number % 100))
-        sender.close()
-
-    producing = asyncio.create_task(produce())
-    number = 0
-    async for record in receiver:
-        assert record == b"%d" % number * (1 + number % 100)
-        number += 1
-    assert number == 2000
-    await producing
-
-
 @over_a_ring(type=Buffer)
 async def test_a_sender_that_waits_for_memory_is_woken_when_a_view_is_released(
     sender: AsyncSender, receiver: AsyncReceiver
@@ -166,15 +148,6 @@ async def test_record_that_waits_is_received_with_a_passed_deadline(
     await sender.send(b"there")
     assert await receiver.receive(timeout=0) == b"there"
     await sender.send(b"room", timeout=0)
-
-
-@over_a_ring()
-async def test_asyncio_wait_for_loses_no_record(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-    for number in range(50):
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(receiver.receive(), 0.001)
-        await sender.send(b"%d" % number)
-        assert await receiver.receive(timeout=5) == b"%d" % number
 
 
 @over_a_ring()
@@ -275,16 +248,6 @@ async def test_waiting_tasks_are_served_in_order_of_arrival(sender: AsyncSender,
             await receiver.receive()
         assert [await receiver.receive() for _ in range(5)] == [b"%d" % number * 960 for number in range(5)]
         await asyncio.gather(*sending)
-
-
-@over_a_ring()
-async def test_the_end_of_the_channel_ends_a_wait_and_a_loop(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-    waiting = asyncio.create_task(receiver.receive())
-    await waits(waiting)
-    sender.close()
-    with pytest.raises(EndOfChannel):
-        await waiting
-    assert [record async for record in receiver] == []
 
 
 @pytest.mark.parametrize("end", ["sender", "receiver"])
@@ -412,27 +375,6 @@ async def test_waiting_async_end_is_in_the_snapshot() -> None:
 
 
 # ── with other processes ─────────────────────────────────────────────────────────────────────────────────────────────
-def test_async_receiver_reads_records_of_another_process() -> None:
-    source = """
-        with penstock.attach(sys.argv[1]).open_sender() as sender:
-            for number in range(1500):
-                sender.send(str(number).encode() * (1 + number % 50), timeout=25)
-                if number % 300 == 0:
-                    time.sleep(0.01)  # so that the other side comes to wait
-    """
-    channel = new_ring()
-
-    async def main() -> None:
-        async with channel.open_async_receiver() as receiver:
-            number = 0
-            async for record in receiver:
-                assert record == b"%d" % number * (1 + number % 50)
-                number += 1
-            assert number == 1500
-
-    with program(source, channel.ticket) as other:
-        asyncio.run(asyncio.wait_for(main(), 30))
-        assert other.end() == 0
 
 
 def test_async_echo_of_another_process_answers() -> None:
@@ -574,19 +516,6 @@ def test_a_child_of_fork_has_none_of_its_parents_ends() -> None:
     asyncio.run(main())
     sender.close()
     receiver.close()
-
-
-@in_a_loop
-async def test_dropped_async_ends_leave_no_descriptor() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(10):
-        channel = new_ring()
-        async with channel.open_async_receiver() as receiver:
-            with pytest.raises(Timeout):
-                await receiver.receive(timeout=0.001)
-    del channel, receiver
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # ── a peer that cannot wake this end ─────────────────────────────────────────────────────────────────────────────────

@@ -72,14 +72,6 @@ def test_a_channel_carries_what_its_type_says(cls: type[Channel[Any]], type: Any
             receiver.close()
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_channel_without_a_type_carries_bytes(cls: type[Channel[Any]]) -> None:
-    with create(cls) as channel, penstock.attach(channel.ticket) as attached:
-        with attached.open_sender() as sender, channel.open_receiver() as receiver:
-            sender.send([b"by", b"tes"])
-            assert receiver.receive(timeout=5) == b"bytes"
-
-
 @pytest.mark.parametrize(
     "type",
     [

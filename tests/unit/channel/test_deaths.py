@@ -151,17 +151,6 @@ def is_reaped(channel: Channel[bytes]) -> bool:
     return {peer["name"]: peer["state"] for peer in channel.snapshot()["peers"]}["victim"] == "dead"
 
 
-def test_end_of_a_dead_sender_can_be_opened_by_another() -> None:
-    channel = penstock.Ring()
-    with victim(channel, "sender") as other, channel.open_receiver():
-        with pytest.raises(ValueError, match=rf"'victim' \(pid {other.pid}\)"):
-            channel.open_sender()
-        other.kill()
-        eventually(lambda: is_reaped(channel))
-        with channel.open_sender() as sender:
-            assert sender.index == 0
-
-
 def test_inbox_reports_each_death_once_and_goes_on() -> None:
     channel = penstock.Inbox(senders=4)
     with channel.open_receiver() as receiver, channel.open_sender(0) as alive, contextlib.ExitStack() as others:

@@ -87,19 +87,6 @@ def next_record(receiver: ByteReceiver) -> bytes | None:
         return None
 
 
-def test_inbox_goes_on_after_its_end_with_a_new_sender() -> None:
-    channel = penstock.Inbox(senders=1)
-    with channel.open_receiver() as receiver:
-        channel.open_sender().close()
-        with pytest.raises(EndOfChannel):
-            receiver.receive(timeout=1)
-        with channel.open_sender() as sender:
-            sender.send(b"again")
-            assert receiver.receive(timeout=1) == b"again"
-            with pytest.raises(WouldBlock):
-                receiver.receive_nowait()
-
-
 def test_successor_receiver_gets_later_records_of_all_senders() -> None:
     channel = penstock.Inbox(senders=2)
     with channel.open_sender() as sender, channel.open_sender() as other:

@@ -221,18 +221,6 @@ def test_impossible_size_raises_memory_exhausted_with_both_numbers(create: objec
     assert isinstance(output.value, MemoryError)
 
 
-@pytest.mark.parametrize("latency", ["eco", "auto", "spin"])
-def test_each_latency_carries_records(latency: str) -> None:
-    with (
-        penstock.Ring(latency=latency) as channel,
-        channel.open_sender() as sender,
-        channel.open_receiver() as receiver,
-    ):
-        sender.send(b"x")
-        assert receiver.receive(timeout=1) == b"x"
-        assert channel.snapshot()["latency"] == latency
-
-
 def test_the_smallest_and_the_largest_ring_work() -> None:
     for options in ({"capacity": 4096, "inline_limit": 64, "pool_nbytes": 64, "max_records": 1}, {"capacity": 1 << 26}):
         with MAKE["ring"](**options) as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
@@ -287,20 +275,6 @@ def test_long_names_are_cut_where_they_are_shown(name: str) -> None:
 def test_a_name_that_is_no_text_is_refused(name: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         penstock.Ring(name=name)  # type: ignore[arg-type]
-
-
-def test_channels_have_their_numbers_of_ends() -> None:
-    with penstock.Ring() as ring, penstock.Broadcast(receivers=3) as broadcast, penstock.Inbox(senders=5) as inbox:
-        assert [(c.name, c.senders, c.receivers) for c in (ring, broadcast, inbox)] == [
-            ("ring", 1, 1),
-            ("broadcast", 1, 3),
-            ("inbox", 5, 1),
-        ]
-        assert [type(penstock.attach(c.ticket)) for c in (ring, broadcast, inbox)] == [
-            penstock.Ring,
-            penstock.Broadcast,
-            penstock.Inbox,
-        ]
 
 
 @pytest.mark.parametrize("options", [{"memory": {"prefault": True}}, {"long_records": 64}])

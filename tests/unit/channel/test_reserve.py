@@ -4,7 +4,6 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 import penstock
@@ -29,14 +28,6 @@ def test_reservation_is_received_after_commit_only(nbytes: int) -> None:
         room.commit()
         assert receiver.receive(timeout=1) == b"x" * nbytes
         assert receiver.try_receive() is None
-
-
-def test_an_array_is_computed_in_place() -> None:
-    with ring() as (_, sender, receiver):
-        with sender.reserve(800) as room:
-            np.frombuffer(room, np.int64)[:] = np.arange(100)
-        with receiver.receive_view(timeout=1) as lease:
-            assert (np.frombuffer(lease, np.int64) == np.arange(100)).all()
 
 
 @pytest.mark.parametrize("nbytes", SIZES)

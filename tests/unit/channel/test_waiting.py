@@ -117,26 +117,6 @@ def test_sender_that_waits_for_memory_is_woken_by_a_release() -> None:
         soon(measure, 0.02)
 
 
-def test_ping_pong_of_10_000_records_loses_no_wake_up() -> None:
-    source = """
-        there, back = (penstock.attach(ticket) for ticket in sys.argv[1:3])
-        with there.open_receiver() as receiver, back.open_sender() as sender:
-            for record in receiver:
-                sender.send(record)
-    """
-    with penstock.Ring() as there, penstock.Ring() as back:
-        with (
-            program(source, there.ticket, back.ticket) as other,
-            there.open_sender() as sender,
-            back.open_receiver() as receiver,
-        ):
-            for number in range(10_000):
-                sender.send(b"%d" % number, timeout=10)
-                assert receiver.receive(timeout=10) == b"%d" % number
-            sender.close()
-            assert other.end() == 0
-
-
 def test_an_idle_receiver_costs_next_to_nothing() -> None:
     """In processor time beyond a sleep: some virtual machines account 3 ms for a sleep of 0.5 s."""
     with ring() as (_, _, receiver):
@@ -536,22 +516,6 @@ def test_program_keeps_its_status_with_daemon_threads_inside_calls(kind: str, cl
 
 
 # ── several threads in one end ───────────────────────────────────────────────────────────────────────────────────────
-def test_record_goes_to_one_of_the_threads_that_share_a_receiver() -> None:
-    with ring(capacity=1 << 14) as (_, sender, receiver):
-        actual: list[bytes] = []
-
-        def read() -> None:
-            with contextlib.suppress(EndOfChannel):
-                while True:
-                    actual.append(receiver.receive(timeout=20))
-
-        with contextlib.ExitStack() as threads:
-            for _ in range(4):
-                threads.enter_context(thread(read))
-            for number in range(500):
-                sender.send(b"%d" % number, timeout=20)
-            sender.close()
-        assert sorted(actual, key=int) == [b"%d" % number for number in range(500)]
 
 
 def test_threads_share_a_sender_and_every_record_arrives_whole() -> None:

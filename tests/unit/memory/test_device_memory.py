@@ -186,17 +186,6 @@ def test_slice_is_released_after_all_streams_that_used_the_slice() -> None:
     closed(pool)
 
 
-def test_slice_is_released_with_the_last_array_of_the_slice() -> None:
-    pool, _ = new_pool()
-    whole = array_of(pool, pool.take(KIB))
-    part = whole[100:200].reshape(10, 10)
-    del whole
-    assert pool.flush() and pool.stats().blocks == 1
-    del part
-    assert pool.flush() and pool.stats().blocks == 0
-    closed(pool)
-
-
 def test_take_waits_for_slices_in_flight_of_its_own_process() -> None:
     pool, driver = new_pool(KIB)
     part = pool.take(KIB)

@@ -10,7 +10,6 @@ import pytest
 import penstock
 from penstock import MemoryExhausted, PeerDied, _native, lowlevel
 from penstock.lowlevel import Pool
-from tests import tiers
 from tests.conftest import eventually
 from tests.support.processes import DYING, Program, forked, program, soon
 
@@ -127,17 +126,6 @@ def test_death_has_its_cause_in_a_survivor_idle_since_the_peer_came() -> None:
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         eventually(lambda: named(pool)["victim"].state == "dead")
         assert named(pool)["victim"].how == "killed by SIGKILL"
-
-
-def test_peer_that_closes_and_exits_has_left() -> None:
-    pool = Pool.create(4096)
-    pool.join("survivor")
-    with program(PEER, pool.ticket, "guest") as other:
-        assert other.hear() == "1"
-        other.say("leave")
-        other.process.wait()
-    assert named(pool)["guest"].state == "left"
-    assert named(pool)["guest"].how == ""
 
 
 def dead_in_table(pool: Pool) -> bool:
@@ -275,21 +263,6 @@ def test_death_is_noticed_in_each_segment_of_the_process() -> None:
                 receiver.receive(timeout=5)
     for receiver in receivers:
         receiver.close()
-
-
-def test_killed_peers_leave_no_block() -> None:
-    pool = Pool.create(1 << 16, max_peers=4)
-    pool.join()
-
-    def visit() -> None:
-        lease = pool.take(100)
-        pool.share(lease, to=[0])
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    for _ in range(tiers.PEER_DEATHS):
-        assert forked(visit) == -signal.SIGKILL
-        eventually(lambda: pool.stats().blocks == 0)
-    assert [peer.state for peer in pool.peers()].count("live") == 1
 
 
 def test_watcher_sleeps_after_a_death_when_a_forked_child_has_its_files() -> None:

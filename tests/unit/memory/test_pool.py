@@ -3,7 +3,6 @@
 import random
 import time
 
-import numpy as np
 import pytest
 
 from penstock import ClosedError, MemoryExhausted
@@ -34,37 +33,6 @@ while True:
         pool.close()
     say("done")
 """
-
-
-def test_block_is_read_by_other_peers() -> None:
-    pool = Pool.create(1 << 16, name="images")
-    with pool.take(5) as lease:
-        assert isinstance(lease, BlockLease)
-        assert (len(lease), lease.nbytes, lease.is_writable) == (5, 5, True)
-        memoryview(lease)[:] = b"bytes"
-        ref = pool.share(lease)
-        with pool.open(ref) as other:
-            assert (bytes(other), other.is_writable) == (b"bytes", False)
-        with Pool.attach(pool.ticket).open(ref) as other:
-            assert bytes(other) == b"bytes"
-
-
-@pytest.mark.parametrize(
-    "nbytes", [0, 1, 63, 64, 65, 4095, 4096, 4097, (1 << 16) - 65, (1 << 16) - 64, (1 << 16) - 1, 1 << 16]
-)
-def test_every_size_from_nothing_to_the_whole_pool_can_be_taken(nbytes: int) -> None:
-    pool = Pool.create(1 << 16)
-    data = random.Random(nbytes).randbytes(nbytes)
-    for _ in range(3):
-        with pool.take(nbytes) as lease:
-            assert len(lease) == nbytes
-            memoryview(lease)[:] = data
-            with pool.open(pool.share(lease)) as other:
-                assert bytes(other) == data
-            extent = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
-            stats = pool.stats()
-            assert (stats.blocks, stats.taken_nbytes, stats.free_nbytes) == (1, extent, (1 << 16) - extent)
-    assert pool.stats().largest_free_nbytes == 1 << 16
 
 
 @pytest.mark.parametrize("nbytes", [1, 63, 100, 4095, 4097, 100_001])
@@ -297,40 +265,3 @@ def test_a_hundred_threads_take_and_release() -> None:
         pass
     stats = pool.stats()
     assert (stats.blocks, stats.takes, stats.largest_free_nbytes) == (0, 1500, 1 << 16)
-
-
-def test_blocks_do_not_overlap(seed: int) -> None:
-    choose = random.Random(seed)
-    pool = Pool.create(1 << 18)
-    held: list[tuple[BlockLease, int]] = []
-    for number in range(1500):
-        if held and (choose.random() < 0.45 or len(held) > 60):
-            lease, written = held.pop(choose.randrange(len(held)))
-            assert (np.frombuffer(lease, np.uint8) == written).all() if len(lease) else True
-            lease.release()
-        else:
-            try:
-                lease = pool.take(choose.choice([choose.randrange(100), choose.randrange(20_000)]))
-            except MemoryExhausted:
-                continue
-            memoryview(lease)[:] = bytes([number % 256]) * len(lease)
-            held.append((lease, number % 256))
-    for lease, written in held:
-        assert bytes(lease) == bytes([written]) * len(lease)
-        lease.release()
-    stats = pool.stats()
-    assert (stats.blocks, stats.free_nbytes, stats.largest_free_nbytes) == (0, 1 << 18, 1 << 18)
-    assert stats.holders == ()
-
-
-def test_adjacent_blocks_become_one_gap_in_any_order_of_release(seed: int) -> None:
-    choose = random.Random(seed)
-    pool = Pool.create(64 * 1000, max_blocks=1000)
-    for _ in range(5):
-        leases = [pool.take(64) for _ in range(1000)]
-        assert pool.stats().free_nbytes == 0
-        choose.shuffle(leases)
-        while leases:
-            leases.pop().release()
-        assert pool.stats().largest_free_nbytes == pool.stats().free_nbytes == 64 * 1000
-        pool.take(64 * 1000).release()

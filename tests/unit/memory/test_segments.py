@@ -207,23 +207,6 @@ def test_ends_and_leases_are_not_pickled() -> None:
                 pickle.dumps(unique)
 
 
-def test_fork_after_creation_leaves_the_parents_memory_alone() -> None:
-    segment = Segment.create(4096)
-    write(segment, b"parent")
-    inode = os.fstat(segment.fd).st_ino
-
-    def use_it() -> None:
-        nonlocal segment
-        assert bytes(segment.view()[:6]) == b"parent"
-        assert penstock.attach(segment.ticket).nbytes == 4096
-        del segment
-        gc.collect()
-
-    assert forked(use_it) == 0
-    assert os.fstat(segment.fd).st_ino == inode
-    assert bytes(segment.view()[:6]) == b"parent"
-
-
 def test_kernel_frees_a_segment_with_its_last_holder() -> None:
     source = """
         segment = lowlevel.Segment.create(64 << 20)
@@ -416,49 +399,6 @@ def test_another_version_or_build_is_refused_with_both() -> None:
     os.close(forged)
 
 
-def test_header_with_flipped_bits_is_refused_or_read_without_a_crash(seed: int) -> None:
-    """In a process of its own: what breaks is its end, and not ours."""
-    source = """
-        import fcntl, random
-        choose = random.Random(int(sys.argv[1]))
-        long_records = penstock.LongRecords(pool_nbytes=4096, max_records=4)
-        for shared in (lowlevel.Segment.create(4096), lowlevel.Pool.create(4096, max_blocks=4, max_peers=2),
-                       penstock.Inbox(senders=2, capacity=4096, long_records=long_records)):
-            good = os.pread(shared.fd, os.fstat(shared.fd).st_size, 0)
-            for _ in range(400):
-                data = bytearray(good)
-                for _ in range(choose.choice([1, 1, 2, 8])):
-                    place = choose.randrange(48, 200)  # behind what tells whose it is
-                    flipped = data[place] ^ 1 << choose.randrange(8)
-                    data[place] = choose.choice([0, 1, 255, flipped, choose.randrange(256)])
-                fd = os.memfd_create("foreign", os.MFD_ALLOW_SEALING)
-                os.write(fd, data)
-                fcntl.fcntl(fd, 1033, 6)
-                try:
-                    found = penstock.attach(fd)
-                    if isinstance(found, lowlevel.Segment):
-                        bytes(found.view())
-                    elif isinstance(found, lowlevel.Pool):
-                        found.take(1)
-                        found.stats()
-                    elif isinstance(found, penstock.Store):  # a pool with the bit of a store
-                        found.pool.take(1)
-                        found.pool.stats()
-                        found.stats()
-                        found.put(b"x", timeout=0)
-                    else:
-                        found.snapshot()
-                        found.open_sender().try_send(b"x")
-                        found.open_receiver().try_receive()
-                except (penstock.PenstockError, ValueError, OSError):
-                    with contextlib.suppress(OSError):  # it was not refused when it was attached
-                        os.close(fd)
-        say("whole")
-    """
-    with program(source, seed) as other:
-        assert other.hear() == "whole"
-
-
 def test_garbage_in_a_ring_raises_corrupt_record(seed: int) -> None:
     source = """
         import mmap, random
@@ -518,16 +458,6 @@ def test_required_huge_pages_raise_with_advice_when_missing() -> None:
             lowlevel.Pool.create(MIB, memory=MemoryOptions(huge_pages="require"))
 
 
-def test_channel_works_when_wished_huge_pages_are_missing() -> None:
-    with (
-        penstock.Ring(memory=MemoryOptions(huge_pages=True), long_records=LongRecords(pool_nbytes=4 * MIB)) as ring,
-        ring.open_sender() as sender,
-    ):
-        with ring.open_receiver() as receiver:
-            sender.send(bytes(MIB))
-            assert receiver.receive(timeout=1) == bytes(MIB)
-
-
 def test_fallback_names_a_missing_numa_node() -> None:
     here = Segment.create(4096, memory=MemoryOptions(numa_node=0))
     assert here.fallback in ("", "no NUMA node 0")  # "": or a kernel without NUMA
@@ -542,13 +472,6 @@ def test_required_numa_node_raises_when_missing() -> None:
 
 
 # ── too little memory ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_more_than_the_machine_has_is_an_error_with_both_numbers() -> None:
-    total = _native.total_memory()
-    for create in (Segment.create, lowlevel.Pool.create):
-        with pytest.raises(MemoryExhausted, match=r"does not fit: .* has .* left") as raised:
-            create(2 * total, name="greedy")
-        assert raised.value.requested >= 2 * total
-        assert 0 < raised.value.free < total
 
 
 @pytest.mark.skipif(IS_SANITIZED, reason="a sanitizer's own memory counts against the limit")
@@ -654,23 +577,6 @@ def test_control_group_limit_is_an_error_with_both_numbers_not_a_kill() -> None:
         assert other.end() == 0
 
 
-def test_claimed_memory_stays_when_memory_gets_short() -> None:
-    source = """
-        with open(sys.argv[1], "w") as group:
-            group.write(str(os.getpid()))
-        segment = lowlevel.Segment.create(24 << 20)
-        try:
-            lowlevel.Segment.create(120 << 20)
-        except penstock.MemoryExhausted:
-            say("short")
-        segment.view(writable=True)[:] = b"x" * (24 << 20)
-        say(bytes(segment.view()[-5:]).decode())
-    """
-    with memory_group(128 * MIB) as group, program(source, group / "cgroup.procs") as other:
-        assert (other.hear(), other.hear()) == ("short", "xxxxx")
-        assert other.end() == 0
-
-
 # ── what is not in the package ───────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("attach", [penstock.attach, Segment.attach, lowlevel.Pool.attach, penstock.Store.attach])
 def test_refused_descriptor_stays_open(attach: Callable[[int], object]) -> None:
@@ -695,15 +601,6 @@ def test_accepted_descriptor_is_owned_by_the_segment() -> None:
     penstock.attach(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
-
-
-def test_process_of_another_session_attaches_by_ticket() -> None:
-    segment = Segment.create(5000)
-    write(segment, b"hello")
-    reads = "import sys, penstock; print(bytes(penstock.attach(sys.argv[1]).view()[:5]).decode())"
-    command = f"(cd / && exec setsid {sys.executable} -c '{reads}' '{segment.ticket}')"
-    with running(["/bin/sh", "-c", command]) as shell:
-        assert shell.hear() == "hello"
 
 
 def test_writing_through_a_read_only_view_kills_the_writer() -> None:

@@ -17,8 +17,7 @@ from penstock import Buffer, DecodeError, Handle, Missing, Scope, Store
 from penstock.codec import FrameDecoder, FrameEncoder
 from penstock.lowlevel import Ref, StaleRef
 from penstock.tensor import plan
-from tests.support.processes import program
-from tests.support.values import CATALOGUE, MB, blocks, frame_of, image, is_not_held, key, shows, travelled
+from tests.support.values import CATALOGUE, MB, frame_of, image, is_not_held, key, shows, travelled
 
 WAYS = pytest.mark.parametrize("value_key", [key(1), None], ids=["with a key", "without a key"])
 
@@ -302,22 +301,3 @@ def test_an_inline_value_whose_layout_was_forged_is_refused(change: Callable[[by
             Handle(None, change(LAID.layout), Buffer(numbers)).open().value(as_, writable=writable)  # type: ignore[arg-type]
     with pytest.raises(DecodeError):
         Handle(None, LAID.layout, Buffer(numbers[:-64])).open().value()
-
-
-# ── processes ──
-OPENING = """
-    from penstock import Handle, Store
-    store = Store.attach(sys.argv[1])
-    for _ in range(2):
-        with Handle.from_bytes(bytes.fromhex(hear())).open(store) as lease:
-            say(lease.value()["grid"], lease.value()["pixels"].sum())
-"""
-
-
-def test_bytes_of_a_handle_lead_another_process_to_the_value() -> None:
-    with images() as store, program(OPENING, store.ticket) as other, Scope(store) as scope:
-        for number, handle in ((1, scope.put(image(1, MB))), (2, Scope().put(image(2, 400)))):
-            other.say(bytes(handle).hex())
-            assert other.hear() == f"[1, 2, {number}] {(MB // 4, 200)[number - 1]}"
-        assert other.process.wait() == 0
-        assert blocks(store) == 1

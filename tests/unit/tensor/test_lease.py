@@ -158,19 +158,6 @@ def test_arrays_keep_a_released_value_and_are_read_only() -> None:
         assert item.holders == 0
 
 
-def test_each_hold_is_released_by_itself() -> None:
-    with Store(MB) as store:
-        first = store.put(np.arange(9))
-        second = first.hold()
-        first.release()
-        assert second.value().tolist() == list(range(9)) and second.ref == first.ref
-        with second as third:
-            assert third is second
-        with pytest.raises(ClosedError):
-            second.value()
-        assert blocks(store) == 0
-
-
 def test_value_of_a_released_block_raises_closed_error() -> None:
     with Store(MB) as store:
         first = store.put(np.arange(9))
@@ -180,17 +167,6 @@ def test_value_of_a_released_block_raises_closed_error() -> None:
             lease.value()
         with pytest.raises(ClosedError):
             lease.hold()
-
-
-def test_a_failure_is_raised_though_arrays_still_hold_the_lease() -> None:
-    with Store(MB) as store:
-        first = store.put(np.arange(9))
-        values = []
-        with pytest.raises(KeyError), store.pool.open(first.ref) as block:
-            values.append(Lease(block).value())
-            raise KeyError("of the code that reads it")
-        first.release()
-        assert values[0].tolist() == list(range(9))
 
 
 def test_a_value_without_arrays_leaves_its_block_free_to_be_released() -> None:

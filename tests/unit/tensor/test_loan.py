@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from penstock import (
     ClosedError,
@@ -361,18 +360,3 @@ def test_value_cleared_while_it_is_made_stays_with_its_maker() -> None:
         assert isinstance(other, Lease) and other.value() == store.get(key(1)).value() == {"a": 1}
         committed.release()
         assert blocks(store) == 1
-
-
-@WAYS
-def test_torch_fills_what_is_made_and_must_drop_it_before_the_commit(value_key: bytes | None) -> None:
-    with Store(MB) as store:
-        numbers = torch.arange(600, dtype=torch.bfloat16).reshape(20, 30)
-        with lent(store, value_key, {"pixels": Empty((20, 30), torch.bfloat16), "grid": (1, 2)}) as loan:
-            pixels = loan.value("torch")["pixels"]
-            assert pixels.dtype is torch.bfloat16
-            pixels.copy_(numbers)
-            with pytest.raises(BufferError):
-                loan.commit()
-            del pixels
-            committed = loan.commit()
-        assert torch.equal(committed.value("torch")["pixels"], numbers)

@@ -3,18 +3,16 @@
 Keys, writers and readers: test_store, test_loan. Deaths: crash/test_kept.
 """
 
-import gc
 import hashlib
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from penstock import ClosedError, MemoryExhausted, _native
+from penstock import MemoryExhausted, _native
 from tests.conftest import eventually
-from tests.support.processes import forked, soon, thread
+from tests.support.processes import soon, thread
 
 NBYTES = 64 << 10
 
@@ -77,23 +75,6 @@ def other_of(peer: Kept) -> Kept:
 
 
 # ── found, or not ────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 4095, NBYTES - 64, NBYTES - 1, NBYTES])
-def test_every_size_from_nothing_to_the_whole_store_is_kept(nbytes: int) -> None:
-    peer = Kept()
-    content = os.urandom(nbytes)
-    assert peer.put("a", content)
-    assert peer.read("a") == content
-    assert peer.put("b", content), "there is room for one of them: the other goes"
-    assert peer.read("b") == content
-
-
-def test_keys_that_share_a_bucket_are_told_apart() -> None:
-    peer = Kept(buckets=1)
-    for i in range(40):
-        peer.put(i, b"%d" % i)
-    for i in range(0, 40, 3):
-        assert peer.store.remove(key(i)) == 1
-    assert [peer.read(i) for i in range(40)] == [None if i % 3 == 0 else b"%d" % i for i in range(40)]
 
 
 def test_keys_that_differ_in_one_bit_are_told_apart() -> None:
@@ -109,12 +90,6 @@ def test_keys_that_differ_in_one_bit_are_told_apart() -> None:
     for i, each in enumerate(keys):
         lease = peer.store.get(each)
         assert lease is not None and bytes(lease) == i.to_bytes(2, "little")
-
-
-def test_a_pool_without_buckets_keeps_nothing() -> None:
-    segment = _native.Segment.create("plain", {"kind": 2, "max_peers": 2, "max_blocks": 4, "pool_nbytes": 4096})
-    with pytest.raises(Exception, match="expected a store, got pool 'plain'"):
-        _native.Store(_native.Attachment(segment, "me"))
 
 
 # ── written once ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -134,31 +109,6 @@ def test_a_waiter_is_woken_by_the_commit_within_what_is_promised() -> None:
             return waiter.ended_at - at
 
     soon(wakes, promised=0.05)
-
-
-def test_commit_accepts_only_leases_of_begin_once() -> None:
-    peer = Kept()
-    _, lease = peer.store.begin(key("a"), 5, 0)
-    peer.store.commit(lease)
-    for wrong in (lease, peer.store.get(key("a")), peer.by.take(5), other_of(peer).by.take(5)):
-        for call in (peer.store.commit, peer.store.abandon):
-            with pytest.raises(ValueError, match="expected a lease of a value that this store lets be written"):
-                call(wrong)
-    lease.release()
-    with pytest.raises(ClosedError):
-        peer.store.commit(lease)
-    assert peer.names("a") == {"a"}
-
-
-# ── a writer that leaves ─────────────────────────────────────────────────────────────────────────────────────────────
-def test_key_is_free_when_its_writer_leaves() -> None:
-    peer = Kept()
-    other = other_of(peer)
-    _, lease = other.store.begin(key("a"), 5, 0)
-    del other, lease
-    gc.collect()
-    assert peer.put("a", b"bytes")
-    assert peer.blocks() == 1
 
 
 # ── given up for room ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -249,27 +199,6 @@ def test_waiting_put_gets_room_when_a_lease_is_released() -> None:
 
 
 # ── forks, statistics ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_store_is_refused_in_a_forked_child_and_parent_goes_on() -> None:
-    peer = Kept()
-    _, lease = peer.store.begin(key("a"), 5, 0)
-
-    def child() -> None:
-        calls: list[Callable[[], object]] = [
-            lambda: peer.store.get(key("a")),
-            lambda: peer.store.begin(key("b"), 1, 0),
-            lambda: peer.store.commit(lease),
-            lambda: peer.store.abandon(lease),
-            lambda: peer.store.clear(),
-            peer.store.stats,
-        ]
-        for call in calls:
-            with pytest.raises(ClosedError, match="before fork"):
-                call()
-        lease.release()
-
-    assert forked(child) == 0
-    assert peer.store.commit(lease)
-    assert peer.read("a") == bytes(5)
 
 
 def test_stats_have_size_age_and_holders_of_each_value() -> None:

@@ -58,15 +58,6 @@ def test_value_is_read_by_each_process_without_a_copy() -> None:
         assert holds(other.get(key(1)).value(), 1), "gone with its last lease"
 
 
-def test_second_put_of_a_key_returns_the_first_value() -> None:
-    with Store(4 * MB) as store:
-        first = store.put(tree(1), key=key(1))
-        second = store.put(tree(2, 2000), key=key(1))
-        assert (first.ref, first.nbytes) == (second.ref, second.nbytes)
-        assert holds(second.value(), 1)
-        assert store.stats().puts == 1
-
-
 def test_get_of_an_unknown_key_raises_missing() -> None:
     with Store(MB) as store:
         with pytest.raises(Missing, match="'store' keeps nothing under 0000"):
@@ -194,18 +185,6 @@ def test_a_writer_that_fails_half_way_leaves_the_key_to_others(
         assert store.stats().abandoned == (value_key is not None)
 
 
-def test_reference_opens_a_value_elsewhere_and_is_stale_once_evicted() -> None:
-    with Store(MB) as store, Store.attach(store.ticket) as other:
-        put = store.put(tree(1), key=key(1))
-        ref = put.ref
-        assert holds(opened(other, ref).value(), 1)
-        put.release()
-        assert holds(opened(other, ref).value(), 1)
-        store.clear()
-        with pytest.raises(StaleRef):
-            opened(other, ref)
-
-
 @pytest.mark.parametrize("take_out", [Store.clear, lambda store: store.remove(key(1))], ids=["clear", "remove"])
 def test_held_value_outlives_its_key(take_out: Callable[[Store], int]) -> None:
     with Store(MB) as store:
@@ -277,32 +256,6 @@ def test_value_without_key_is_read_only_and_lives_while_held() -> None:
             store.put(tree(1, 2 * MB))
         assert holds(store.put(plan(tree(1)), key=key(1)).value(), 1), "a plan is as good as its value"
         assert holds(store.put(plan(tree(1))).value(), 1)
-
-
-def test_puts_without_a_key_are_separate_values() -> None:
-    with Store(MB) as store:
-        first, second = store.put(tree(1)), store.put(tree(1))
-        assert first.ref != second.ref and blocks(store) == 2
-        assert store.stats().items == () and store.stats().puts == 0
-
-
-def test_a_ticket_of_a_store_leads_to_a_store() -> None:
-    with Store(MB) as store:
-        store.put(tree(1), key=key(1))
-        other = penstock.attach(store.ticket)
-        assert isinstance(other, Store) and holds(other.get(key(1)).value(), 1)
-        other.close()
-
-
-def test_leases_of_one_value_are_counted_and_each_keeps_it() -> None:
-    with Store(MB) as store:
-        store.put(tree(1, 400_000), key=key(1)).release()
-        first, second = store.get(key(1)), store.get(key(1))
-        first.release()
-        with pytest.raises(MemoryExhausted):
-            store.put(tree(2, 900_000), key=key(2), timeout=0)
-        second.release()
-        store.put(tree(2, 900_000), key=key(2), timeout=0)
 
 
 def test_a_block_of_the_same_pool_is_not_a_value() -> None:

@@ -6,39 +6,10 @@ import os
 import random
 import signal
 
-from penstock import Missing, Store
+from penstock import Store
 from tests.conftest import eventually
-from tests.support.processes import program, thread
-from tests.support.values import MB, blocks, image, key, shows
-
-
-def test_a_get_while_another_process_clears_has_the_whole_or_misses() -> None:
-    source = """
-        import numpy as np
-        from penstock import Store
-        store = Store.attach(sys.argv[1])
-        say("ready")
-        for _ in range(300):
-            for number in range(1, 5):
-                value = {"pixels": np.full(5000, number, np.int32), "grid": [1, 2, number]}
-                store.put(value, key=number.to_bytes(32, "big"))
-            store.clear()
-        say("done")
-    """
-    with Store(MB) as store, program(source, store.ticket) as other:
-        assert other.hear() == "ready"
-        with thread(other.hear) as end:
-            hits = missed = 0
-            while end.is_alive():
-                for number in range(1, 5):
-                    try:
-                        assert shows(store.get(key(number)).value(), number)
-                        hits += 1
-                    except Missing:
-                        missed += 1
-        assert end.value == "done" and missed
-        store.clear()
-        assert blocks(store) == 0
+from tests.support.processes import program
+from tests.support.values import MB, image, key, shows
 
 
 def test_put_does_not_wait_for_a_process_stopped_in_its_eviction() -> None:

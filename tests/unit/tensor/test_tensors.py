@@ -9,7 +9,7 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -261,28 +261,6 @@ def test_unknown_view_library_is_refused() -> None:
 
 
 # ── leases ──
-def views(array: NDArray[Any]) -> Iterator[Any]:
-    yield array
-    yield array[10:20]
-    yield array.reshape(10, -1)[::2]
-    yield array.T
-    yield array.view(np.uint8)[3:]
-    yield memoryview(array)[1:]
-    yield np.from_dlpack(array)
-    yield iter(array)
-    yield array.flat
-    yield np.broadcast_to(array[:1], (5, 5))
-
-
-def test_the_block_is_free_with_the_last_view_of_it() -> None:
-    store = Store(MB)
-    for index in range(10):
-        array = through(store, np.arange(100))
-        view = next(view for number, view in enumerate(views(array)) if number == index)
-        del array
-        assert blocks(store) == 1
-        del view
-        assert blocks(store) == 0, index
 
 
 def test_views_in_many_threads_each_hold_the_block() -> None:

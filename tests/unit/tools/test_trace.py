@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import LongRecords, _native, cli
+from penstock import _native, cli
 from penstock.tools.capture.live_capture import AttachedChannel
 from penstock.tools.trace.command import losses_of
 from penstock.tools.trace.live_trace import EVENT, SequenceReader, StepNumber, TracedChannel, TracedTime
@@ -121,21 +121,6 @@ def test_a_wait_ends_with_the_record_that_it_was_for() -> None:
         assert timed_out.is_timed_out and timed_out.record is None and timed_out.ns - timed_out.since_ns >= 20_000_000
 
 
-def test_a_sender_waits_for_the_receiver_that_is_furthest_behind() -> None:
-    channel = penstock.Broadcast(receivers=2, capacity=4096, long_records=LongRecords(inline_limit=64))
-    with channel.open_sender() as sender, channel.open_receiver() as fast, channel.open_receiver():
-        while sender.try_send(bytes(60)):
-            fast.receive()
-        tracing = Tracing(channel)
-        with pytest.raises(penstock.Timeout):
-            sender.send(bytes(60), 0.01)
-        tracing.channels[0].read()
-        (event,) = [event for event in tracing.channels[0].events(0).tolist() if event[4] == 5]
-        assert event[6] == 1, "the second receiver has read nothing"
-        (wait,) = [wait for wait in tracing.end().waits if wait.end.is_sender]
-        assert (wait.purpose, wait.blocker, wait.is_timed_out) == ("room", os.getpid(), True)
-
-
 def test_a_wait_that_goes_on_is_in_the_trace() -> None:
     channel = penstock.Ring()
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
@@ -223,20 +208,6 @@ def test_a_frame_that_is_no_step_has_no_number(frame: bytes) -> None:
     assert SequenceReader(schema).read(b"\x01\x92\x07\x08") == StepNumber(7, 8)
     assert SequenceReader(schema).read(frame) is None
     assert not SequenceReader(b"no description").has_numbers()
-
-
-def test_events_that_were_overwritten_are_counted() -> None:
-    channel = penstock.Ring()
-    with channel.open_sender() as sender, channel.open_receiver() as receiver:
-        tracing = Tracing(channel)
-        for _ in range(5000):
-            sender.send(b"")
-            receiver.receive()
-        timeline = tracing.end()
-    (traced,) = timeline.channels
-    observed = sum(len(traced.events(end)) for end in (0, 1))
-    assert traced.missed and observed + traced.missed == 10_000 and traced.records_without_events() == 0
-    assert all(record.takes[0].taken_ns >= record.sent_ns for record in timeline.records.values() if record.takes)
 
 
 def test_trace_has_the_number_of_lost_events() -> None:

@@ -96,12 +96,19 @@ def test_vocab_size_is_that_of_text_config_if_present(tmp_path: Path) -> None:
         assert _most_ids(EngineConfig(model=str(tmp_path))) == many
 
 
-def test_store_has_bytes_by_default_only_for_models_of_images(tmp_path: Path) -> None:
+def parsed(*options: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     arguments.add(parser)
+    return parser.parse_args(list(options))
 
+
+def config_of(*options: str) -> EngineConfig:
+    return arguments.engine_config(parsed(*options))
+
+
+def test_store_has_bytes_by_default_only_for_models_of_images(tmp_path: Path) -> None:
     def store_nbytes(*options: str) -> int:
-        return arguments.engine_config(parser.parse_args([str(tmp_path), *options])).store_nbytes
+        return config_of(str(tmp_path), *options).store_nbytes
 
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert store_nbytes() == 0 and store_nbytes("--mm-processor-cache-gb", "0.5") == 1 << 29
@@ -116,11 +123,8 @@ def test_store_has_bytes_by_default_only_for_models_of_images(tmp_path: Path) ->
 def test_tensor_transport_is_checked_once_for_option_and_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parser = argparse.ArgumentParser()
-    arguments.add(parser)
-
     def config(*options: str) -> tuple[str, int]:
-        result = arguments.engine_config(parser.parse_args([str(tmp_path), *options]))
+        result = config_of(str(tmp_path), *options)
         return result.tensor_transport, result.store_nbytes
 
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
@@ -146,11 +150,8 @@ def test_tensor_transport_is_checked_once_for_option_and_variable(
 
 
 def test_images_are_encoded_once_where_they_are_in_a_store_on_a_cpu(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    arguments.add(parser)
-
     def mode(*options: str) -> tuple[str, int]:
-        result = arguments.engine_config(parser.parse_args([str(tmp_path), *options]))
+        result = config_of(str(tmp_path), *options)
         return result.encoder_tp_mode, result.encoder_cache_nbytes
 
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -168,10 +169,8 @@ def test_images_are_encoded_once_where_they_are_in_a_store_on_a_cpu(tmp_path: Pa
 
 
 def test_serve_without_a_model_serves_the_bundled_model() -> None:
-    parser = argparse.ArgumentParser()
-    arguments.add(parser)
-    assert arguments.engine_config(parser.parse_args([])).model == SHIPPED
-    assert arguments.engine_config(parser.parse_args(["--device-model", "simulated"])).model == ""
+    assert config_of().model == SHIPPED
+    assert config_of("--device-model", "simulated").model == ""
     assert Path(SHIPPED, "config.json").exists()
 
 
@@ -182,8 +181,8 @@ def test_generate_and_serve_build_the_same_engine_config(monkeypatch: pytest.Mon
     options = ("--max-model-len", "512", "--max-num-seqs", "3", "--output-processors", "0", "--dtype", "float32")
     for more in ((), ("--device-model", "simulated", "--step-ms", "2")):
         for command in ("generate", "serve"):
-            parsed = cli.parser().parse_args([command, *options, *more])
-            parsed.run(parsed)
+            namespace = cli.parser().parse_args([command, *options, *more])
+            namespace.run(namespace)
     common = [field.name for field in option_fields(EngineConfig) if field.option.group in (*GROUPS, "logging")]
     for item, other in (output[:2], output[2:]):
         assert all(getattr(item, name) == getattr(other, name) for name in ("simulated", *common))
@@ -194,9 +193,7 @@ def test_generate_and_serve_build_the_same_engine_config(monkeypatch: pytest.Mon
 
 def test_allowed_origins_are_a_json_list_or_separated_by_commas() -> None:
     def options_of(*options: str) -> ServerOptions:
-        parser = argparse.ArgumentParser()
-        arguments.add(parser)
-        return arguments.server_options(parser.parse_args(list(options)))
+        return arguments.server_options(parsed(*options))
 
     assert options_of().allowed_origins == () and options_of().allowed_methods == ("*",)
     for text in ('["https://a.example", "http://b:1"]', "https://a.example,http://b:1"):

@@ -81,6 +81,10 @@ def batch_of(*streams: OutputStream, max_open: int = 8) -> RequestStreams:
     return RequestStreams([functools.partial(submitted, stream) for stream in streams], max_open)
 
 
+def events_of(stream: OutputStream, includes_usage: bool = False, head: bytes = b"{") -> SSEResponse:
+    return SSEResponse(batch_of(stream), head, includes_usage, LatencyRecorder(row(), 0.0), "abc")
+
+
 # ── a client that goes ───────────────────────────────────────────────────────────────────────────────────────────────
 async def sleep(was_cancelled: asyncio.Event) -> None:
     try:
@@ -147,9 +151,7 @@ async def test_cancel_on_disconnect_passes_on_the_result_or_error() -> None:
 async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> None:
     connection = Connection()
     stream, _ = answer(OutputChunk(0, b"data: 1\n\n", [1], FinishReason.STOP, None, 3))
-    await SSEResponse(batch_of(stream), b'{"id":"x"', True, LatencyRecorder(row(), 0.0), "abc")(
-        {}, connection.receive, connection.send
-    )
+    await events_of(stream, True, b'{"id":"x"')({}, connection.receive, connection.send)
     first, usage, done, rest = connection.body.split(b"\n\n")
     assert (first, done, rest) == (b"data: 1", b"data: [DONE]", b"")
     parsed = json.loads(usage.removeprefix(b"data: "))
@@ -163,7 +165,7 @@ async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> Non
 @in_a_loop
 async def test_chunks_after_the_first_are_written_without_the_task() -> None:
     connection, stream = Connection(), answer(OutputChunk(0, b"1", [1]))[0]
-    events = SSEResponse(batch_of(stream), b"{", False, LatencyRecorder(row(), 0.0), "abc")
+    events = events_of(stream)
     is_full = False
     written: list[bytes] = []
 
@@ -197,9 +199,7 @@ async def test_stream_that_is_over_is_freed_without_the_garbage_collector() -> N
     freed = weakref.ref(stream)
     gc.disable()
     try:
-        await SSEResponse(batch_of(stream), b"{", False, LatencyRecorder(row(), 0.0), "abc")(
-            scope, connection.receive, connection.send
-        )
+        await events_of(stream)(scope, connection.receive, connection.send)
         del stream
         await eventually(lambda: freed() is None)
     finally:
@@ -211,14 +211,10 @@ async def test_error_before_the_first_chunk_is_raised_and_a_later_is_an_event() 
     connection = Connection()
     stream, _ = answer(error=EngineError(400, "too long"))
     with pytest.raises(EngineError, match="too long"):
-        await SSEResponse(batch_of(stream), b"{", False, LatencyRecorder(row(), 0.0), "abc")(
-            {}, connection.receive, connection.send
-        )
+        await events_of(stream)({}, connection.receive, connection.send)
     assert connection.sent == []
     stream, _ = answer(OutputChunk(0, b"data: 1\n\n", [1]), error=EngineError(503, "it died"))
-    await SSEResponse(batch_of(stream), b"{", True, LatencyRecorder(row(), 0.0), "abc")(
-        {}, connection.receive, connection.send
-    )
+    await events_of(stream, True)({}, connection.receive, connection.send)
     first, error, rest = connection.body.split(b"\n\n")
     assert (first, rest) == (b"data: 1", b"")
     assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "it died (request abc)"
@@ -230,23 +226,8 @@ async def test_a_client_that_goes_aborts_its_stream() -> None:
     stream, aborted = answer(OutputChunk(0, b"data: 1\n\n", [1]))
     asyncio.get_running_loop().call_later(0.01, connection.gone.set)
     with pytest.raises(Gone):
-        await SSEResponse(batch_of(stream), b"{", False, LatencyRecorder(row(), 0.0), "abc")(
-            {}, connection.receive, connection.send
-        )
+        await events_of(stream)({}, connection.receive, connection.send)
     assert aborted == [stream] and connection.body == b"data: 1\n\n"
-
-
-@in_a_loop
-async def test_the_answers_of_several_prompts_are_one_answer() -> None:
-    first, _ = answer(OutputChunk(0, b"data: 1\n\n", [1], FinishReason.STOP))
-    second, _ = answer(OutputChunk(0, b"data: 2\n\n", [2]), OutputChunk(0, b"data: 3\n\n", [3], FinishReason.STOP))
-    connection = Connection()
-    events = SSEResponse(batch_of(first, second, max_open=1), b'{"id":"x"', True, LatencyRecorder(row(), 0.0), "abc")
-    await events({}, connection.receive, connection.send)
-    *lines, usage, done, rest = connection.body.split(b"\n\n")
-    assert lines == [b"data: 1", b"data: 2", b"data: 3"]
-    assert json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"] == 3
-    assert (done, rest) == (b"data: [DONE]", b"") and len(asyncio.all_tasks()) <= 2
 
 
 @in_a_loop

@@ -106,11 +106,6 @@ def test_tools_that_make_no_sense_are_refused_with_their_field(fields: dict[str,
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_thousand_tools_are_taken() -> None:
-    use = use_of(tools=[tool(f"f{number}") for number in range(1000)])
-    assert use is not None and len(use.allowed) == 1000
-
-
 def test_templates_get_tools_without_strict() -> None:
     tools = [tool("f", strict=True, description="d", parameters={"type": "object", "properties": {"a": {}}}), tool("g")]
     body = json.dumps({"messages": [USER], "tools": tools}).encode()

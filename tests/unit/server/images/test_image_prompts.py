@@ -31,7 +31,7 @@ from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import VISION  # noqa: E402
 from tests.support.sights import Sight, placeholder  # noqa: E402
 from tests.unit.engine.media.test_image_processor import picture, png_of  # noqa: E402
-from tests.unit.engine.media.test_media_fetcher import Elsewhere, bare, whole  # noqa: E402
+from tests.unit.engine.media.test_media_fetcher import Elsewhere, bare  # noqa: E402
 from tests.unit.engine.test_images_of_requests import must_be_held_by_nobody  # noqa: E402
 
 WHERE = "messages[0].content[{}]"
@@ -139,18 +139,6 @@ async def test_of_images_in_any_format_the_first_frame_counts(
 
 
 @in_a_loop
-async def test_image_of_an_allowed_host_is_found_in_the_store(llava: Path) -> None:
-    with contextlib.closing(Elsewhere()) as host:
-        host.script = whole(body=picture(40, 40))
-        there = named(f"http://127.0.0.1:{host.port}/x.png")
-        async with scene_of(llava, allowed_media_domains=(f"127.0.0.1:{host.port}",)) as scene:
-            assert await scene.length(text("a"), there, there) == await scene.length(
-                text("a"), *[part(picture(40, 40))] * 2
-            )
-            assert scene.store.stats().puts == 1
-
-
-@in_a_loop
 async def test_refused_image_ends_the_other_fetches_of_its_request(llava: Path) -> None:
     with contextlib.closing(Elsewhere()) as host:
         host.script = bare(until_gone=True)
@@ -233,11 +221,6 @@ def test_a_model_that_lacks_what_images_take_answers_text(missing: str, tmp_path
     sight = Sight("llava", tmp_path)
     (tmp_path / missing).unlink()
     assert build_media_prompts(EngineConfig(model=str(sight.path)), ServerOptions(), None) is None
-
-
-def test_folders_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="expected allowed_local_media_path to be a folder, got "):
-        ServerOptions(allowed_local_media_path=(f"{tmp_path}/nowhere",))
 
 
 # ── the loop, and what is held ───────────────────────────────────────────────────────────────────────────────────────

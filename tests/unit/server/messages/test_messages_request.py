@@ -12,7 +12,7 @@ from penstock.server.chat.piece_events import translated
 from penstock.server.chat.request_schema import ChatRequest, Conversation, decoded
 from penstock.server.errors import ApiError
 from penstock.server.messages.message_events import error_body
-from penstock.server.messages.messages_request import NAMES, CountTokensRequest, MessagesRequest
+from penstock.server.messages.messages_request import NAMES, MessagesRequest
 
 DATA = "iVBORw0KGgo" + "A" * (80 << 10)  # long enough to be cut out of the body
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
@@ -123,11 +123,6 @@ def test_what_is_not_supported_is_refused_by_its_path(fields: dict[str, Any], pa
         except ApiError as error:
             raise translated(error, paths, NAMES) from None
     assert (caught.value.status, caught.value.param) == (400, param)
-
-
-def test_tokens_are_counted_without_max_tokens() -> None:
-    body = json.dumps({"model": "m", "messages": [USER], "tools": [TOOL]}).encode()
-    assert decoded(body, CountTokensRequest).translate()[0].messages[0].content == "hi"
 
 
 def test_errors_have_anthropics_form() -> None:

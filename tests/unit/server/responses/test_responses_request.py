@@ -35,14 +35,6 @@ def messages_of(**fields: Any) -> list[dict[str, Any]]:
     return [{name: value for name, value in message.items() if value} for message in messages]
 
 
-def test_text_is_a_message_of_the_user_behind_the_instructions() -> None:
-    assert messages_of(input="hi") == [{"role": "user", "content": "hi"}]
-    assert messages_of(input="hi", instructions="be brief") == [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "hi"},
-    ]
-
-
 def test_items_of_one_turn_of_the_model_are_one_message() -> None:
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
     said_before = {"role": "assistant", "content": [{"type": "output_text", "text": "Let me see."}]}
