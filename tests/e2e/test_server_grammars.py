@@ -13,6 +13,7 @@ for library in ("openai", "httptools", "torch", "llguidance", "jsonschema_rs"):
     pytest.importorskip(library)
 
 import jsonschema_rs  # noqa: E402
+import psutil  # noqa: E402
 
 from tests.e2e.schema_cases import HONOURED, REFUSED  # noqa: E402
 from tests.e2e.test_server import Served, refused, run_server  # noqa: E402
@@ -33,6 +34,19 @@ async def chat(served: Served, **fields: Any) -> Any:
 
 def of_schema(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def importers() -> list[int]:
+    """Returns the pids of all processes of the server that have imported llguidance."""
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if "/llguidance/" in Path(f"/proc/{child.pid}/maps").read_text()]
+
+
+async def library_is_imported_at_the_first_grammar(served: Served) -> None:
+    await chat(served, max_tokens=2)
+    assert importers() == []
+    await chat(served, guided_regex="a")
+    assert len(importers()) == 2, "a server and a worker"
 
 
 async def schemas_of_each_keyword_are_followed(served: Served) -> None:
@@ -138,6 +152,7 @@ async def hostile_grammars_get_an_answer_or_a_refusal(served: Served) -> None:
 
 
 SCENES = [
+    library_is_imported_at_the_first_grammar,
     schemas_of_each_keyword_are_followed,
     each_field_has_its_grammar,
     samples_streams_and_log_probabilities_follow_too,

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ pytest.importorskip("httptools")
 from penstock.engine.client.client import Client  # noqa: E402
 from penstock.engine.client.stream import EngineError  # noqa: E402
 from penstock.engine.cluster.adapter_files import SETTINGS  # noqa: E402
+from penstock.engine.cluster.adapter_registry import AdapterList  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.lora import Adapter, LoraConfig  # noqa: E402
@@ -133,6 +136,30 @@ async def test_adapters_are_loaded_and_unloaded_while_a_server_runs(
             await create(model="sql", **body_of(request))
         for name, adapter in (("base", None), ("poems", poems)):  # which has the content of the one that has gone
             assert (await create(model=name, **body_of(request))).choices[0].text == expected(adapter, request.tokens)
+
+
+@tiers.needs_all
+@in_a_loop
+async def test_adapter_of_a_server_that_is_killed_meanwhile_is_unloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ALLOW_RUNTIME_LORA.name, "1")
+    family, (sql, _), _ = build(tmp_path)
+    save_tokenizer(family.path)
+    options: dict[str, Any] = {"simulated": None, "model": str(family.path), "threads": 1, "api_server_count": 1}
+    async with run_server(lora=LoraConfig(enable_lora=True), **{**ENGINE_SIZES, **options}) as served:
+        registry, worker, former = served.launcher.cluster.adapters, served.child("worker").pid, served.child("server")
+        assert registry is not None
+        os.kill(worker, signal.SIGSTOP)
+        _, writer = await served.connect("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": sql.path})
+        await served.until(lambda: registry.read().unnamed == (sql,))
+        os.kill(former.pid, signal.SIGKILL)
+        os.kill(worker, signal.SIGCONT)
+        writer.close()
+        await served.until(lambda: registry.read() == AdapterList(()), START)
+        await served.launcher.serving(START)
+        assert (await changed(served, "load", lora_name="sql", lora_path=sql.path))[0] == 200
+        assert registry.read() == AdapterList((sql,))
 
 
 async def answer(client: Client, request: Asked, digest: bytes) -> list[int]:

@@ -188,6 +188,8 @@ async def test_embeddings_are_as_clients_know_them(model: Path) -> None:
             *(scores_are_cosines_of_embeddings, documents_are_ranked_by_their_scores),
         ):
             await scene(served, model)
+        status, text = await served.get("/dashboard/data")
+        assert status == 200, text
         assert served.launcher.cluster.store.stats().items == ()  # type: ignore[union-attr]
 
 

@@ -154,9 +154,16 @@ def longest(requests: Sequence[Asked]) -> int:
 
 
 def build_family(
-    name: str, path: Path, *, requests: Sequence[Asked] = (), dtype: torch.dtype = torch.float32, **changes: Any
+    name: str,
+    path: Path,
+    *,
+    requests: Sequence[Asked] = (),
+    dtype: torch.dtype = torch.float32,
+    prepare: Callable[[Any], None] = lambda stock: None,
+    **changes: Any,
 ) -> Family:
-    """A model with random parameters, in `path`, and the answers to requests that begin alike, and differ.
+    """A model with random parameters, which `prepare` may set, in `path`, and the answers to requests that begin alike,
+    and differ.
 
     `asked`: to these; `dtype`: in which it answers. `changes` are of its text's configuration.
     """
@@ -165,6 +172,7 @@ def build_family(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     stock = stock_of(name, **changes)
+    prepare(stock)
     stock.save_pretrained(path)
     if dtype != torch.float32:  # not stock.to(dtype), by which frequencies would be rounded, too
         stock = type(stock).from_pretrained(path, dtype=dtype, **attention_of(name)).eval()

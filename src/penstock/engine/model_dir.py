@@ -63,9 +63,9 @@ SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in gene
 
 
 def require_family(
-    model_type: str, architectures: Sequence[str] = (), is_quantized: bool = False, text_type: str = ""
+    model_type: str, architectures: Sequence[str] = (), quantization: Any = None, text_type: str = ""
 ) -> None:
-    """Raises ValueError if a model of this config.json cannot be served. `text_type`: of its text_config, if any."""
+    """Raises ValueError if a model with these fields of config.json, and of its text_config, cannot be served."""
     heads = [name for name in architectures if not _OTHER_HEAD.search(name) or model_type in ENCODERS]
     if model_type not in (*FAMILIES, *ENCODERS) or (architectures and not heads):
         raise ValueError(
@@ -77,8 +77,9 @@ def require_family(
         raise ValueError(
             f"{model_type!r} with text of model_type {text_type!r} is not supported; supported are {', '.join(TEXT)}"
         )
-    if is_quantized:
-        raise ValueError(f"{model_type!r}: quantized weights are not supported (quantization_config in config.json)")
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if quantization is not None and (model_type, method) != ("gpt_oss", "mxfp4"):
+        raise ValueError(f"{model_type!r}: weights quantized by {method!r} are not supported (quantization_config)")
 
 
 def with_model_defaults(config: EngineConfig) -> EngineConfig:
@@ -271,9 +272,8 @@ def require_pooling(config: EngineConfig) -> None:
 def require_encoder(config: EngineConfig) -> None:
     """Raises ValueError if a model that attends both ways cannot be served."""
     family, architectures = _model_type(config), _architectures(config)
-    heads = (CLASSIFIER,) if config.pooling == "classify" else ENCODER_HEADS
-    if family == "modernbert":
-        heads = ENCODER_HEADS
+    has_classifier = config.pooling == "classify" and family != "modernbert"
+    heads = (CLASSIFIER,) if has_classifier else ENCODER_HEADS
     known = [f"{ENCODERS[family]}{head}" for head in heads]
     if not config.pooling:
         raise ValueError(f"{architectures} attend both ways, and generate nothing: --runner pooling serves them")

@@ -20,6 +20,7 @@ from penstock.engine.launcher.preflight import require_startable
 from penstock.engine.model_dir import load_tokenizer, tokenizer_path, with_model_defaults
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
+from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_grammar
 from penstock.engine.text.grammar_fields import Grammar, GrammarFields, require_fit, special_tokens
 
 ATTEMPTS = 3  # to submit a request while groups die: a client resumes those that a group has taken
@@ -124,8 +125,6 @@ def _grammar(fields: GrammarFields, params: SamplingParams, config: EngineConfig
     require_fit(params.min_tokens, params.ignore_eos, params.allowed_token_ids, source)
     if not config.end_ids or not tokenizer_path(config).exists():
         raise ValueError(f"{source.param}: a grammar needs a model with an end id and a tokenizer")
-    from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_grammar  # with llguidance
-
     grammar = build_grammar(source)
     check_grammar(byte_tokenizer([*special_tokens(load_tokenizer(config)).values()]), grammar, source)
     return grammar

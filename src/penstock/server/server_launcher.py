@@ -112,6 +112,7 @@ class ServerLauncher(Launcher):
     """The launcher of an engine and its API servers, which share one listening socket."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
+        config = with_model_defaults(config)  # which decide the processes of `server_info`
         self.tally = ServerCounters.create(config.api_server_count, config.all_groups)
         self.server_info = ServerInfo.publish(config, options, _address(listener, options))
         self.rows = ServerCounters(self.tally, config.api_server_count, writable=True).rows

@@ -87,6 +87,8 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
                 *(cluster.config, shared.options, client, reader, tally, board, me.index),
                 *(segments, budget, shared.response_store, cluster.adapters),
             )
+            if api.lora is not None:
+                await api.lora.settle()
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
             stopping = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)

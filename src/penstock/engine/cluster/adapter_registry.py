@@ -1,7 +1,7 @@
 """The LoRA adapters of a server, in memory that all processes share and that outlives each process.
 
-A server process writes the next version when all engines have loaded an adapter, or before engines unload an adapter.
-Workers load the adapters of the registry at their start.
+A server process writes the next version before engines load an adapter, when all engines have loaded the adapter, and
+before engines unload an adapter. Workers load the adapters of the registry at their start.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from penstock.engine.cluster.kept_memory import MemoryFile
 from penstock.engine.protocol.lora import Adapter
@@ -23,16 +24,21 @@ MAX_UNLOADED = 64  # of which names are known, for requests that still have them
 class AdapterList(msgspec.Struct, frozen=True):
     adapters: tuple[Adapter, ...]
     unloaded: tuple[Adapter, ...] = ()  # the last ones
+    unnamed: tuple[Adapter, ...] = ()  # of the last change: engines may have them until a server process has ended it
+
+    def with_unnamed(self, adapter: Adapter) -> AdapterList:
+        """Returns the list with an adapter that engines begin to load."""
+        return replace(self, unnamed=(*self.unnamed, adapter))
 
     def with_loaded(self, adapter: Adapter) -> AdapterList:
         """Returns the list with an adapter, in place of the one with the same name."""
         others = tuple(other for other in self.adapters if other.name != adapter.name)
         former = tuple(other for other in self.adapters if other.name == adapter.name)
-        return AdapterList((*others, adapter), self._with_unloaded(former, adapter.digest))
+        return AdapterList((*others, adapter), self._with_unloaded(former, adapter.digest), former)
 
     def without(self, adapter: Adapter) -> AdapterList:
         others = tuple(other for other in self.adapters if other.name != adapter.name)
-        return AdapterList(others, self._with_unloaded((adapter,), b""))
+        return AdapterList(others, self._with_unloaded((adapter,), b""), (*self.unnamed, adapter))
 
     def _with_unloaded(self, adapters: Sequence[Adapter], loaded: bytes) -> tuple[Adapter, ...]:
         unloaded = (*self.unloaded, *adapters)
@@ -62,8 +68,12 @@ class AdapterRegistry(MemoryFile):
         return self._list
 
     def write(self, adapters: AdapterList) -> None:
-        """Writes the next version. The caller has the lock. Raises ValueError and OSError."""
+        """Writes the next version, with fewer `unloaded` if room is short. The caller has the lock. Raises ValueError
+        and OSError."""
         content = msgspec.msgpack.encode(adapters)
+        while len(content) > MAX_NBYTES and adapters.unloaded:
+            adapters = replace(adapters, unloaded=adapters.unloaded[1:])
+            content = msgspec.msgpack.encode(adapters)
         if len(content) > MAX_NBYTES:
             raise ValueError(f"expected names and paths of adapters of at most {MAX_NBYTES} bytes, got {len(content)}")
         version, _ = HEADER.unpack(os.pread(self._fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))

@@ -69,7 +69,7 @@ def require_model(config: EngineConfig) -> None:
     require_family(
         str(whole.get("model_type")),
         _convert(whole.get("architectures") or [], list[str], f"architectures of {path}"),
-        whole.get("quantization_config") is not None,
+        whole.get("quantization_config"),
         str(text.get("model_type", "")),
     )
     if config.pooling:

@@ -1,7 +1,7 @@
 """Grammars: from the field of a request to text, from text to a matcher, which says what may come next.
 
-The library is llguidance. Only processes that have a grammar to handle import this module. A matcher does the work
-while it masks: compiling a text takes milliseconds, so the text travels, and each process compiles it.
+The library is llguidance, which functions import: this module is imported for forks that may have no grammar. A matcher
+does the work while it masks: compiling a text takes milliseconds, so the text travels, and each process compiles it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, TokenizerWrapper, grammar_from
 from msgspec.structs import replace
 
 from penstock.engine.protocol.answer_format import CHANNELS
@@ -21,19 +20,22 @@ from penstock.engine.text.call_grammar import behind_reasoning, calls_text
 from penstock.engine.text.grammar_fields import CallRules, Grammar, GrammarError, GrammarSource, StructuralTag
 from penstock.tensor import content_key
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
 MAX_CHARACTERS = 1 << 16  # of a grammar's text
 MAX_RELAXED = 16  # tools of a request with a schema that has no grammar
 MAX_RULES = 1 << 14  # characters of Lark or GBNF, which takes 10 ms a kilobyte: the library translates GBNF in Python
 # Of a step, and of building a grammar. About 14,000 units of fuel take a millisecond, and 20,000 items.
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
-    max_items_in_row=1000,
-    max_lexer_states=20_000,
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
+LIMITS: Any = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_items_in_row": 1000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
 # Whitespace as models write it, which cannot go on for ever. Nothing is passed over.
 JSON_OPTIONS: Any = {
     "lenient": False,
@@ -59,6 +61,8 @@ def build_grammar(source: GrammarSource) -> Grammar:
 
 
 def _text_of(source: GrammarSource) -> str:
+    from llguidance import LLMatcher, grammar_from
+
     kind, value, param = source
     try:
         if kind == "json_object":
@@ -82,6 +86,8 @@ def _text_of(source: GrammarSource) -> str:
 
 
 def _json_grammar(schema: str) -> str:
+    from llguidance import LLMatcher
+
     return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
 
 
@@ -118,6 +124,8 @@ def _quoted(text: str) -> str:
 
 
 def _tags_text(tag: str | StructuralTag, param: str) -> str:
+    from llguidance import LLMatcher, StructTag
+
     if isinstance(tag, str):
         _require_length(tag, param)
         tag = msgspec.json.decode(tag, type=StructuralTag)
@@ -133,6 +141,8 @@ def _tags_text(tag: str | StructuralTag, param: str) -> str:
 
 
 def _calls_text(rules: CallRules) -> str:
+    from llguidance import LLMatcher
+
     schemas = {}
     for number, tool in enumerate(rules.tools):
         if tool.function.name in rules.allowed:
@@ -224,12 +234,16 @@ class ByteTokens:
 
 
 def byte_tokenizer(special: Sequence[str] = ()) -> LLTokenizer:
+    from llguidance import LLTokenizer, TokenizerWrapper
+
     return LLTokenizer(TokenizerWrapper(ByteTokens(special)), slices=[])
 
 
 def model_tokenizer(path: Path, vocabulary: int, end_ids: Collection[int]) -> LLTokenizer:
     """Reads a tokenizer.json. `vocabulary`: of the model, which may have more ids than the tokenizer.
     Raises ValueError."""
+    from llguidance import LLTokenizer
+
     if not path.exists():
         raise ValueError(f"{path} is missing: a grammar is of the texts of ids")
     return LLTokenizer(path.read_text(), n_vocab=vocabulary, eos_token=sorted(end_ids))
@@ -237,7 +251,9 @@ def model_tokenizer(path: Path, vocabulary: int, end_ids: Collection[int]) -> LL
 
 def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     """Returns a matcher at the beginning of an answer. Raises ValueError, without the library's dump of the state."""
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
     if matcher.is_error():
         raise ValueError(matcher.get_error().replace(_NON_VERBOSE, "").strip() or "the grammar allows no text")
     return matcher

@@ -22,12 +22,12 @@ from penstock.engine.protocol.messages import (
     PromptLogprobs,
     Step,
 )
+from penstock.engine.worker.grammars import GrammarCounts, Grammars, TokenMasks
 from penstock.tensor import Handle, Lease
 
-if TYPE_CHECKING:  # these import torch and llguidance
+if TYPE_CHECKING:  # these import torch
     from torch import Tensor
 
-    from penstock.engine.worker.grammars import GrammarCounts, Grammars, TokenMasks
     from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs
     from penstock.engine.worker.sampler import SampledTokens
 
@@ -156,8 +156,7 @@ class Device(Protocol):
 
 
 class LazyGrammars:
-    """The grammars of a batch. Before the first grammar no thread begins, and a spawned process does not import
-    llguidance. The fork server imports llguidance for its forks."""
+    """The grammars of a batch. Before the first grammar no thread begins, and no process imports llguidance."""
 
     def __init__(
         self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
@@ -175,8 +174,6 @@ class LazyGrammars:
         if self._grammars is None:
             if step.joined is None or not step.joined.grammars:
                 return None
-            from penstock.engine.worker.grammars import Grammars
-
             self._grammars = Grammars(*self._arguments)
         self._grammars.follow(batch, step)
         return self._grammars.begin(batch.sampled)

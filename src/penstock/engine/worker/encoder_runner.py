@@ -148,8 +148,7 @@ class EncoderRunner:
 def load_encoder(path: Path, dtype: str, shared: SharedWeights | None, *, has_classifier: bool) -> Any:
     """Loads a model of transformers, with packed linear layers. Raises ValueError if it is not supported."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    is_quantized = getattr(config, "quantization_config", None) is not None
-    require_family(config.model_type, config.architectures or (), is_quantized)
+    require_family(config.model_type, config.architectures or (), getattr(config, "quantization_config", None))
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     kind: Any = AutoModelForSequenceClassification if has_classifier else AutoModel
     # Some files lack the layer that a classifier has behind the first position, and vectors need none.

@@ -16,18 +16,19 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from penstock import DecodeError, Handle, Lease, Missing
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.text.grammar import compile_grammar, has_nothing_left, model_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILED = 256  # grammars …
 MAX_COMPILED_CHARS = 1 << 17  # … and of their texts: a compiled grammar takes 30 to 130 bytes for each
@@ -78,6 +79,8 @@ class Grammars:
         self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
     ) -> None:
         """`directory`: of the model, with its tokenizer."""
+        import llguidance.numpy  # here: a fork server imports this module for forks that may have no grammar
+
         self.counts = GrammarCounts()
         self._directory = directory
         self._vocabulary = vocabulary
@@ -86,7 +89,8 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the length of the text
         self._compiled_chars = 0
-        self._executor = LLExecutor(1)
+        self._masks = llguidance.numpy
+        self._executor = llguidance.LLExecutor(1)
         self._states: dict[int, GrammarState] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._rows: list[tuple[int, GrammarState]] = []  # of the step that has begun
@@ -169,11 +173,11 @@ class Grammars:
                 failed[state.slot] = state.reason
             elif not state.has_ended and state.matcher is not None:
                 masked.append((row, state, state.matcher))
-        bits = allocate_token_bitmask(len(masked), self._vocabulary)
+        bits = self._masks.allocate_token_bitmask(len(masked), self._vocabulary)
         if masked:
             began = time.perf_counter_ns()
             matchers = [(matcher, number) for number, (_, _, matcher) in enumerate(masked)]
-            fill_next_token_bitmask_par(self._executor, matchers, bits)
+            self._masks.fill_next_token_bitmask_par(self._executor, matchers, bits)
             self.counts.masks += len(masked)
             self.counts.mask_ns += time.perf_counter_ns() - began
         for number, (_, state, matcher) in enumerate(masked):

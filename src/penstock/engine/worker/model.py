@@ -39,7 +39,7 @@ from penstock.engine.worker.stock import (
     build_on_meta,
     without_compiler,
 )
-from penstock.engine.worker.tensor_parallel import TPGroup, outputs_are_summed, shard
+from penstock.engine.worker.tensor_parallel import PLANS, TPGroup, outputs_are_summed, shard
 from penstock.engine.worker.weight_slices import HeadSlices, WeightSlice
 
 TEXT_OF = {
@@ -217,7 +217,8 @@ def load(
     require_supported(config)
     text = config.get_text_config()
     heads = HeadSlices(text.num_attention_heads, text.num_key_value_heads)
-    chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    stored = torch.float32 if quantization_of(config) is None else torch.bfloat16  # where config.json names no dtype
+    chosen = (config.dtype or stored) if dtype == "auto" else getattr(torch, dtype)
     kind: Any = AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
     own = {"text_config": NAME, "vision_config": "sdpa"} if config.model_type in VISION else NAME
     stock = build_on_meta(lambda: kind.from_config(config, dtype=chosen, attn_implementation=own))
@@ -320,14 +321,18 @@ def tp_plan(stock: Any) -> dict[str, str]:
     """Returns which layers are sharded, and how."""
     other = TEXT_OF.get(stock.config.model_type)
     if other is None:
-        return dict(stock.tp_plan)
+        text = PLANS.get(stock.config.get_text_config().model_type, {})
+    else:
+        text = AutoConfig.for_model(other).base_model_tp_plan or {}
     decoder = next(name for name, module in stock.named_modules() if module is stock.get_decoder())
-    text: dict[str, str] = AutoConfig.for_model(other).base_model_tp_plan or {}
     return {**{f"{decoder}.{layer}": style for layer, style in text.items()}, **stock.tp_plan}
 
 
 def require_supported(config: Any) -> None:
-    is_quantized = getattr(config, "quantization_config", None) is not None
     text = config.get_text_config()
     text_type = "" if text is config else text.model_type
-    require_family(config.model_type, config.architectures or (), is_quantized, text_type)
+    require_family(config.model_type, config.architectures or (), quantization_of(config), text_type)
+
+
+def quantization_of(config: Any) -> Any:
+    return getattr(config, "quantization_config", None)

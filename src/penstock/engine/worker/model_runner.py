@@ -41,6 +41,7 @@ from penstock.engine.worker.cpu_threads import (
 )
 from penstock.engine.worker.device import EncodingCounts, LazyGrammars, PendingStep, TorchPendingStep
 from penstock.engine.worker.encoding_exchange import EncoderOptions
+from penstock.engine.worker.grammars import TokenMasks
 from penstock.engine.worker.image_encoder import Open, device_inputs
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
 from penstock.engine.worker.kv_pages import KVPages
@@ -54,11 +55,10 @@ from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.vision_encoder import EncoderCache
 from penstock.tensor import Handle, Store
 
-if TYPE_CHECKING:  # these import Triton and llguidance
+if TYPE_CHECKING:  # these import Triton
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
     from penstock.engine.worker.cuda.step_sampler import StepLogits
     from penstock.engine.worker.cuda.steps import CudaSteps
-    from penstock.engine.worker.grammars import TokenMasks
 
 FULL_STEP_TOKENS = 512  # of a CPU: linear layers of 64 rows reach 98 % of the rate of 259, with AVX-512 and bfloat16
 CPU_SHARE = 0.3  # of the memory that is available

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,8 @@ import torch
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
 from penstock.engine.worker.bad_words import BadWords
+from penstock.engine.worker.grammars import TokenMasks
 from penstock.engine.worker.input_batch import moved, unpacked
-
-if TYPE_CHECKING:
-    from penstock.engine.worker.grammars import TokenMasks
 
 GREEDY = 1e-5  # below this temperature, the likeliest id is chosen
 DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,10 +21,8 @@ from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import AdapterChange, AdapterState, FinishReason, Ints, Step
 from penstock.engine.worker.device import EncodingCounts, LazyGrammars, SamplerOutput
+from penstock.engine.worker.grammars import Bits, TokenMasks
 from penstock.tensor import Handle, Lease
-
-if TYPE_CHECKING:  # it imports llguidance
-    from penstock.engine.worker.grammars import Bits, TokenMasks
 
 Words = npt.NDArray[np.uint64]
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))

@@ -30,7 +30,20 @@ ALIGNED = 8  # columns, or rows: the arithmetic of some devices and of experts w
 SUMMED_DTYPES = (torch.float32, torch.bfloat16)  # of tensors that ranks add up in shared memory
 MAX_SENT_NBYTES = 64 << 10  # of tensors that all ranks write to shared memory though one is sent
 JOIN_TIMEOUT = datetime.timedelta(minutes=5)  # of a rank, and of each collective operation
-KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")  # layers with heads as outputs; the last one: as inputs
+KEYS = ("k_proj", "v_proj")  # layers with heads as outputs
+QUERIES = ("q_proj", "o_proj", "sinks")  # the second one: as inputs; sinks are a parameter with a number for each head
+# Plans of ours, for families that transformers does not shard, by the names in the decoder.
+PLANS = {
+    "gpt_oss": {
+        **dict.fromkeys((f"layers.*.self_attn.{layer}_proj" for layer in "qkv"), "colwise"),
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "last_dimension",
+        **dict.fromkeys((f"layers.*.mlp.experts.gate_up_proj{bias}" for bias in ("", "_bias")), "interleaved"),
+        "layers.*.mlp.experts.down_proj": "colwise",  # its inputs are the last dimension but one
+        "layers.*.mlp.experts.down_proj_bias": "first_only",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    }
+}
 
 
 class TPGroup:
@@ -242,24 +255,25 @@ class _Sharding(NamedTuple):
     heads: HeadSlices
     slices: dict[str, WeightSlice]
 
-    def parameter(self, name: str, dimension: int, parts: int = 1) -> None:
-        """Shards a parameter in one dimension, which has `parts` equal parts, each of them sharded."""
+    def parameter(self, name: str, dimension: int, parts: int = 1, unit: int = ALIGNED) -> None:
+        """Shards a parameter in one dimension, which has `parts` equal parts, each of them sharded in whole units."""
         owner, _, own = name.rpartition(".")
         module = self.modules[owner]
         whole = getattr(module, own)
         if whole is not None:
-            cut = self._slice(owner.rpartition(".")[2], dimension, whole.shape[dimension], parts)
+            layer = owner.rpartition(".")[2] if own in ("weight", "bias") else own
+            cut = self._slice(layer, dimension, whole.shape[dimension], parts, unit)
             setattr(module, own, nn.Parameter(whole.new_empty(cut.shape(whole.shape)), requires_grad=False))
             self.slices[name] = cut
 
-    def _slice(self, layer: str, dimension: int, length: int, parts: int) -> WeightSlice:
+    def _slice(self, layer: str, dimension: int, length: int, parts: int, unit: int) -> WeightSlice:
         rank, size = self.ranks.rank, self.ranks.size
         if layer in KEYS:
             return self.heads.of_keys(dimension, length, rank, size)
         if layer in QUERIES:
             return self.heads.of_queries(dimension, length, rank, size)
         part = length // parts
-        begin, width = share(part, rank, size, ALIGNED)
+        begin, width = share(part, rank, size, unit)
         begin, end = within(begin, width, part)
         ranges = tuple((number * part + begin, number * part + end) for number in range(parts))
         return WeightSlice(dimension, length, ranges, width)
@@ -284,6 +298,20 @@ def _packed_colwise(cut: _Sharding, name: str) -> None:
     _colwise(cut, name, parts=2)
 
 
+def _last_dimension(cut: _Sharding, name: str) -> None:
+    cut.parameter(name, -1)
+
+
+def _interleaved(cut: _Sharding, name: str) -> None:
+    """Shards outputs that are gates and up projections in turns, aligned as the inputs of the next layer."""
+    cut.parameter(name, -1, unit=2 * ALIGNED)
+
+
+def _first_only(cut: _Sharding, name: str) -> None:
+    if cut.ranks.rank > 0:
+        cut.slices[name] = FIRST_ONLY
+
+
 def _colwise_gather_output(cut: _Sharding, name: str) -> None:
     module: Any = cut.modules[name]
     whole = module.out_features
@@ -293,11 +321,11 @@ def _colwise_gather_output(cut: _Sharding, name: str) -> None:
 
 def _rowwise(cut: _Sharding, name: str) -> None:
     if name not in cut.modules:  # a parameter: its module adds up
-        cut.parameter(name, -1)
+        _last_dimension(cut, name)
         return
     cut.parameter(f"{name}.weight", -1)
-    if getattr(cut.modules[name], "bias", None) is not None and cut.ranks.rank > 0:
-        cut.slices[f"{name}.bias"] = FIRST_ONLY
+    if getattr(cut.modules[name], "bias", None) is not None:
+        _first_only(cut, f"{name}.bias")
     cut.add_up_after(name)
 
 
@@ -346,6 +374,9 @@ STYLES: dict[str, Callable[[_Sharding, str], None]] = {
     "rowwise_rep": _rowwise_split_input,
     "rowwise_split_input": _rowwise_split_input,
     "embedding_rowwise": _embedding_rowwise,
+    "last_dimension": _last_dimension,
+    "interleaved": _interleaved,
+    "first_only": _first_only,
     "moe_tp_experts": _add_up,
     "all_reduce": _add_up,
     "replicate": _whole,

@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from penstock.engine.cluster.weight_files import read_weights
+from penstock.engine.worker.mxfp4 import BLOCKS, SCALES, read_experts
 from penstock.engine.worker.stock import (
     Concatenate,
     MergeModulelist,
@@ -40,8 +41,15 @@ class WeightFiles:
     def _open(path: Path) -> Any:
         return safe_open(path, framework="pt")
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def open(self, name: str) -> Any:
+        """Returns a slice of safetensors, which is read by an index."""
+        return self._files[self._file_of[name]].get_slice(name)
+
     def read(self, name: str, part: WeightSlice | None) -> Tensor:
-        source = self._files[self._file_of[name]].get_slice(name)
+        source = self.open(name)
         whole: Tensor = source[...] if part is None else part.of(source, source.get_shape(), name)
         return whole
 
@@ -67,7 +75,7 @@ def load(
     put(model, mapped or {})
     missing = {name: tensor for name, tensor in parameters.items() if name not in {*(mapped or ()), *packed}}
     converted = set()
-    for name, tensor, is_view in _converted(model, files, parameters, missing, slices):
+    for name, tensor, is_view in _converted(model, files, parameters, missing, slices, device):
         _put(model, name, tensor, parameters, device)
         if name not in buffers and not (is_view and tensor.dtype == parameters[name].dtype):
             converted.add(name)
@@ -97,6 +105,7 @@ def _converted(
     parameters: dict[str, Tensor],
     missing: Collection[str],
     slices: dict[str, WeightSlice],
+    device: torch.device,
 ) -> Iterator[tuple[str, Tensor, bool]]:
     """Yields each missing parameter in the files, under the model's name, and whether the tensor is a view of one."""
     known = get_model_conversion_mapping(model)
@@ -104,14 +113,20 @@ def _converted(
     converters = [conversion for conversion in known if isinstance(conversion, WeightConverter)]
     merged: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key in files.names:
-        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
-        if name not in parameters and key in parameters:
-            name, pattern = key, None
+        stem = key.removesuffix(BLOCKS)
+        is_mxfp4 = key.endswith(BLOCKS) and stem + SCALES in files
+        source = stem if is_mxfp4 else key
+        name, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, parameters)
+        if name not in parameters and source in parameters:
+            name, pattern = source, None
         if name not in missing:
             continue  # a tensor that this model class does not have, or has in memory
         if pattern is None:
             part = slices.get(name)
-            if part is FIRST_ONLY:
+            if is_mxfp4:
+                packed = files.open(key), files.open(stem + SCALES)
+                yield name, read_experts(name, *packed, part, parameters[name].dtype, device), False
+            elif part is FIRST_ONLY:
                 yield name, torch.zeros_like(parameters[name], device="cpu"), False
             else:
                 yield name, files.read(key, part), part is None

@@ -129,10 +129,7 @@ def import_engine() -> None:
 
 
 def import_device(config: EngineConfig) -> None:
-    """Imports what `device_of`, the model of its device and a batch with grammars import. Computes nothing, and opens
-    no device."""
-    from penstock.engine.worker import grammars  # noqa: F401
-
+    """Imports what `device_of` and the model of its device import. Computes nothing, and opens no device."""
     if config.simulated is None:
         import_engine()
         from penstock.engine.worker import encoder_runner  # noqa: F401

@@ -10,6 +10,7 @@ from penstock.engine.protocol.answer_format import CHANNELS, REASONING_MARKS, An
 from penstock.engine.protocol.messages import SamplingParams
 from penstock.engine.text.answer_parser import parse_answer
 from penstock.engine.text.call_grammar import is_raw
+from penstock.engine.text.grammar import grammar_behind_reasoning
 from penstock.engine.text.grammar_fields import (
     CallRules,
     Grammar,
@@ -112,8 +113,6 @@ class AnswerFormats:
         """Returns the grammar of an answer that may begin with reasoning."""
         if grammar is None or answer is None or answer.reasoning is None:
             return grammar
-        from penstock.engine.text.grammar import grammar_behind_reasoning
-
         return grammar_behind_reasoning(grammar, answer.reasoning, answer.in_reasoning, self._marks)
 
 

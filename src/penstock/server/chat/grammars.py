@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
+from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_grammar, relaxed_calls
 from penstock.engine.text.grammar_fields import CallRules, Grammar, GrammarError, GrammarSource, special_tokens
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.errors import ApiError
@@ -49,8 +50,6 @@ class GrammarChecker:
         return answer
 
     def _checked(self, source: GrammarSource) -> Grammar | GrammarError:
-        from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_grammar, relaxed_calls
-
         if self._tokenizer is None:
             self._tokenizer = byte_tokenizer([*special_tokens(self._prompt_builder.tokenizer.tokenizer).values()])
         try:

@@ -48,8 +48,7 @@ def exporter_module() -> str:
     except ModuleNotFoundError as error:
         missing = [str(error.name)]
     if missing:
-        packages = f"opentelemetry-sdk opentelemetry-exporter-otlp-proto-{EXPORTERS[protocol]}"
-        raise ValueError(f"--otlp-traces-endpoint needs {missing[0]}, not installed here: pip install {packages}")
+        raise ValueError(f"--otlp-traces-endpoint needs {missing[0]}, not installed here: pip install 'penstock[otlp]'")
     return module
 
 

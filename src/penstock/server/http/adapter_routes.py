@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
+from logging import WARNING
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
@@ -94,18 +96,20 @@ class AdapterRoutes:
             if former is None and len(self.by_name) >= MAX_ADAPTERS:
                 raise ApiError(400, f"expected at most {MAX_ADAPTERS} adapters", param="lora_name")
             adapter = await asyncio.to_thread(self._read, name, fields.lora_path)
+            try:
+                registry.write(registry.read().with_unnamed(adapter))
+            except ValueError as error:
+                raise ApiError(400, f"Loading lora {name} failed: {error}", param="lora_path") from None
             loaded: dict[int, int] = {}
             try:
                 await self._client.adapters.load(adapter, loaded, timeout)
-                before = registry.read()
-                registry.write(before.with_loaded(adapter))
+                registry.write(registry.read().with_loaded(adapter))
                 while not self._client.adapters.has_all(loaded):  # started before the adapter was in the registry
                     await self._client.adapters.load(adapter, loaded, timeout)
             except BaseException:
                 await self._remove(registry, adapter, former)
                 raise
-            if former is not None and former.digest != adapter.digest:
-                await self._unload_unnamed(former)
+            await self._unload_unnamed(registry)
             event("adapter is loaded", adapter=name, path=fields.lora_path)
 
     def _read(self, name: str, path: str) -> Adapter:
@@ -121,12 +125,12 @@ class AdapterRoutes:
         return adapter
 
     async def _remove(self, registry: AdapterRegistry, adapter: Adapter, former: Adapter | None) -> None:
-        """Takes back an adapter that some groups may have."""
+        """Takes back an adapter that some groups may have: `unnamed` has the adapter then."""
         if self.by_name.get(adapter.name) == adapter != former:
             adapters = registry.read()
             registry.write(adapters.without(adapter) if former is None else adapters.with_loaded(former))
         with contextlib.suppress(EngineError):
-            await self._unload_unnamed(adapter)
+            await self._unload_unnamed(registry)
 
     async def _unload(self, request: Request) -> Answer:
         async with self._bodies.receive(request) as body:
@@ -140,18 +144,34 @@ class AdapterRoutes:
             if adapter is None:
                 raise ApiError(404, f"The lora adapter '{name}' cannot be found.", param="lora_name")
             registry.write(registry.read().without(adapter))
-            await self._unload_unnamed(adapter)
+            await self._unload_unnamed(registry)
             event("adapter is unloaded", adapter=name)
 
-    async def _unload_unnamed(self, adapter: Adapter) -> None:
-        """Unloads an adapter, unless another name has the same content."""
-        if all(other.digest != adapter.digest for other in self.by_name.values()):
-            await self._client.adapters.unload(adapter, self._config.step_timeout)
+    async def settle(self) -> None:
+        """Ends the change of a server process that was killed meanwhile. A process that has the lock has done so."""
+        if self._registry.read().unnamed and self._registry.lock():
+            try:
+                await self._unload_unnamed(self._registry)
+            except EngineError as error:  # the next change tries again
+                event("adapters without a name are not unloaded", WARNING, reason=error)
+            finally:
+                self._registry.unlock()
+
+    async def _unload_unnamed(self, registry: AdapterRegistry) -> None:
+        """Unloads the adapters that have no name, unless another name has the same content."""
+        adapters = registry.read()
+        if not adapters.unnamed:
+            return
+        digests = {adapter.digest for adapter in adapters.adapters}
+        for adapter in adapters.unnamed:
+            if adapter.digest not in digests:
+                await self._client.adapters.unload(adapter, self._config.step_timeout)
+        registry.write(replace(adapters, unnamed=()))
 
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[AdapterRegistry]:
-        """Waits until no other request, and no other server process, changes adapters. Raises ApiError if that takes
-        longer than `start_timeout`: the process may be stopped."""
+        """Waits until no other request, and no other server process, changes adapters, and ends the change of a process
+        that was killed. Raises ApiError if that takes longer than `start_timeout`: the process may be stopped."""
         async with self._change:
             deadline = time.monotonic() + self._config.start_timeout
             while not self._registry.lock():
@@ -159,6 +179,8 @@ class AdapterRoutes:
                     raise ApiError(503, f"another API server has changed adapters for {self._config.start_timeout:g} s")
                 await asyncio.sleep(LOCK_POLL_S)
             try:
+                with contextlib.suppress(EngineError):  # the next change tries again
+                    await self._unload_unnamed(self._registry)
                 yield self._registry
             finally:
                 self._registry.unlock()

@@ -133,7 +133,7 @@ class ApiServer:
         budget = MediaBudget(options.media_nbytes_in_flight) if budget is None else budget
         self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
         self._grammars = GrammarChecker(reader, bool(config.end_ids))
-        self._lora = None if adapters is None else AdapterRoutes(config, client, self._bodies, self._names, adapters)
+        self.lora = None if adapters is None else AdapterRoutes(config, client, self._bodies, self._names, adapters)
         self._reporter = RequestReporter(options, self._name)
         self._pooling = PoolingRoutes(
             config, options, client, reader, self._bodies, self._row, self._find_model, self._reporter
@@ -162,7 +162,7 @@ class ApiServer:
             "/v1/chat/completions": Endpoint(self._admission, "chat", generated(self._chat)),
             "/v1/completions": Endpoint(self._admission, "completions", generated(self._completions)),
             **self._pooling.posts(self._admission),
-            **({} if self._lora is None else self._lora.posts(self._admission)),
+            **({} if self.lora is None else self.lora.posts(self._admission)),
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
             "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
             "/v1/responses": Endpoint(self._admission, "responses", generated(self._responses.create)),
@@ -229,7 +229,7 @@ class ApiServer:
 
     @property
     def _adapters(self) -> Mapping[str, Adapter]:
-        return {} if self._lora is None else self._lora.by_name
+        return {} if self.lora is None else self.lora.by_name
 
     def _digest_of(self, model: str | None) -> bytes:
         """Returns the digest of the adapter that a request names; b"": it names the model. Raises EngineError."""

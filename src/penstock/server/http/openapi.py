@@ -113,7 +113,8 @@ def _paths(has_keys: bool) -> dict[str, Any]:
     def get(summary: str, answer: type | str, *refusals: int, is_open: bool = False, path: str = "") -> dict[str, Any]:
         """`answer`: the schema's class, or the media type of a text. `path`: a parameter in the path."""
         parameter = {"name": path, "in": "path", "required": True, "schema": {"type": "string"}}
-        content = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else {JSON: _schema(answer)}
+        text = {"schema": {"type": "object" if answer == JSON else "string"}}
+        content = {answer: text} if isinstance(answer, str) else {JSON: _schema(answer)}
         return {
             "summary": summary,
             "security": [] if is_open else security,

@@ -5,8 +5,10 @@ import os
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
+from penstock.engine.cluster import adapter_registry
 from penstock.engine.cluster.adapter_registry import MAX_UNLOADED, AdapterList, AdapterRegistry
 from penstock.engine.protocol.lora import Adapter
 
@@ -29,17 +31,30 @@ def test_reader_gets_the_last_version(registry: AdapterRegistry) -> None:
     registry.write(registry.read().with_loaded(adapter("poems", 2)))
     assert reader.read().adapters == (adapter("sql", 1), adapter("poems", 2))
     registry.write(registry.read().without(adapter("sql", 1)))
-    assert reader.read() == AdapterList((adapter("poems", 2),), (adapter("sql", 1),))
+    assert reader.read() == AdapterList((adapter("poems", 2),), *[(adapter("sql", 1),)] * 2)
     reader.close()
 
 
 def test_adapter_in_place_of_another_leaves_the_former_name(registry: AdapterRegistry) -> None:
     adapters = registry.read().with_loaded(adapter("sql", 2))
-    assert adapters == AdapterList((adapter("sql", 2),), (adapter("sql", 1),))
-    assert adapters.with_loaded(adapter("sql", 1)) == AdapterList((adapter("sql", 1),), (adapter("sql", 2),))
+    assert adapters == AdapterList((adapter("sql", 2),), *[(adapter("sql", 1),)] * 2)
+    assert adapters.with_loaded(adapter("sql", 1)) == AdapterList((adapter("sql", 1),), *[(adapter("sql", 2),)] * 2)
     for number in range(100):
         adapters = adapters.with_loaded(adapter("many", number + 10))
     assert len(adapters.unloaded) == MAX_UNLOADED and len(adapters.adapters) == 2
+
+
+def test_full_registry_forgets_unloaded_adapters_before_it_refuses(
+    registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = AdapterList(tuple(adapter(f"{number}", number) for number in range(20)))
+    registry.write(full)
+    monkeypatch.setattr(adapter_registry, "MAX_NBYTES", len(msgspec.msgpack.encode(full)))
+    registry.write(full.without(adapter("7", 7)))
+    assert registry.read().unnamed == (adapter("7", 7),) and not registry.read().unloaded
+    with pytest.raises(ValueError, match=r"expected names and paths of adapters of at most \d+ bytes, got"):
+        registry.write(registry.read().with_unnamed(adapter("poems", 30)))
+    assert registry.read().unnamed == (adapter("7", 7),)
 
 
 def test_no_reader_sees_a_part_of_a_version(registry: AdapterRegistry) -> None:

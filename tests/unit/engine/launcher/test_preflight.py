@@ -195,7 +195,7 @@ def test_truncated_weights_are_refused_with_both_sizes(model: Path) -> None:
             {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
             "LlamaForSequenceClassification",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized weights are not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "weights quantized by 'awq' are not supported"),
         (
             {"model_type": "llava", "text_config": {"model_type": "phi"}},
             "'llava' with text of model_type 'phi' is not supported; supported are gemma2, gemma3_text, gpt_oss, ",

@@ -261,6 +261,7 @@ def test_worker_without_a_grammar_has_no_library() -> None:
 
     code = (
         "import sys, penstock.engine.worker.worker, penstock.engine.worker.model_runner, penstock.server.http.app;"
-        "import penstock.engine.offline; print('llguidance' in sys.modules)"
+        "import penstock.engine.offline, penstock.engine.worker.grammars, penstock.engine.text.grammar;"
+        "print('llguidance' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

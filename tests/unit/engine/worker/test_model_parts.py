@@ -118,9 +118,9 @@ def test_sharding_plan_with_an_unknown_style_is_refused() -> None:
 def test_every_style_of_the_plans_of_these_families_is_known() -> None:
     for name in FAMILIES:
         config = transformers.AutoConfig.for_model(TEXT_OF.get(name, name)).get_text_config()
-        assert set(config.base_model_tp_plan.values()) <= set(tensor_parallel.STYLES), name
-        if name != "gpt_oss":  # several ranks keep no KV cache of this family
-            assert config.base_model_tp_plan["layers.*.self_attn.o_proj"].startswith("rowwise"), "no KV cache is kept"
+        plan = config.base_model_tp_plan | tensor_parallel.PLANS.get(name, {})
+        assert set(plan.values()) <= set(tensor_parallel.STYLES), name
+        assert plan["layers.*.self_attn.o_proj"].startswith("rowwise"), "no KV cache is kept"
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -147,9 +147,10 @@ def test_another_architecture_is_refused_with_those_that_are_supported(broken: P
         load(broken, TPGroup(), CPU)
 
 
-def test_quantized_weights_are_refused(broken: Path) -> None:
-    change_config(broken, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(ValueError, match="quantized weights are not supported"):
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])  # of gpt-oss alone
+def test_quantized_weights_are_refused(method: str, broken: Path) -> None:
+    change_config(broken, quantization_config={"quant_method": method})
+    with pytest.raises(ValueError, match=f"'llama': weights quantized by '{method}' are not supported"):
         load(broken, TPGroup(), CPU)
 
 

@@ -26,6 +26,7 @@ UNEVEN = [  # so that some ranks have zeros: of the first, two and one of the th
     (2, "smolvlm", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
     (2, "gemma3_text", {"hidden_size": 72, "num_attention_heads": 6, "num_key_value_heads": 3}),
     (2, "qwen3_moe", {"moe_intermediate_size": 36}),
+    (4, "gpt_oss", {"num_attention_heads": 6, "intermediate_size": 36}),
 ]
 
 
@@ -44,7 +45,7 @@ def test_ranks_answer_like_one_however_few_heads_and_columns_there_are(
 @pytest.mark.parametrize("name", families(*TEXT))
 def test_layers_of_ranks_are_one_native_call(name: str, family: Callable[..., Family]) -> None:
     ranks = Threads(0, [None, None], threading.Barrier(1), shared_memory(2))
-    has_experts = name in ("mixtral", "qwen2_moe", "qwen3_moe")
+    has_experts = name in ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
     is_native = not has_experts and _native.linear_kernel() in FLOAT32_KERNELS
     decoders = [device(family(name), ranks=ranks)._model._decoder, device(family(name))._model._decoder]
     assert [decoder is not None for decoder in decoders] == [is_native] * 2

@@ -26,15 +26,22 @@ class Loader:
     def __init__(self) -> None:
         self.fails = False
         self.calls: list[tuple[str, str]] = []
+        self.registry: AdapterRegistry | None = None
+        self.unnamed: list[tuple[Adapter, ...]] = []  # of the registry, at each call
         self.restarts = 0  # of groups, between a load and the look whether all have the adapter
 
     async def load(self, adapter: Adapter, loaded: dict[int, int], timeout: float) -> None:
-        self.calls.append(("load", adapter.path))
+        self._call("load", adapter)
         if self.fails:
             raise EngineError(400, "no such file")
 
     async def unload(self, adapter: Adapter, timeout: float) -> None:
-        self.calls.append(("unload", adapter.path))
+        self._call("unload", adapter)
+
+    def _call(self, kind: str, adapter: Adapter) -> None:
+        self.calls.append((kind, adapter.path))
+        assert self.registry is not None
+        self.unnamed.append(self.registry.read().unnamed)
 
     def has_all(self, loaded: dict[int, int]) -> bool:
         self.restarts -= 1
@@ -44,6 +51,7 @@ class Loader:
 class Scene:
     def __init__(self, registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
         self.adapters, self.registry = Loader(), registry
+        self.adapters.registry = registry
         client: Any = self
         self.routes = AdapterRoutes(EngineConfig(model="/m"), client, NOTHING, ("m",), registry)
         monkeypatch.setattr(self.routes, "_read", lambda name, path: next(a for a in (SQL, NEWER) if a.path == path))
@@ -134,3 +142,48 @@ async def test_adapter_under_two_names_is_unloaded_with_the_second(scene: Scene)
     assert scene.adapters.calls[-1] == ("unload", "/sql") and not scene.routes.by_name
     with pytest.raises(ApiError, match="cannot be found"):
         await scene.routes._unload_everywhere("too")
+
+
+# ── a server process that is killed during a change ──────────────────────────────────────────────────────────────────
+@in_a_loop
+async def test_registry_has_each_adapter_that_engines_have_without_a_name(scene: Scene) -> None:
+    await scene.load(SQL)
+    await scene.load(NEWER, in_place=True)
+    await scene.routes._unload_everywhere("sql")
+    calls = [("load", "/sql"), ("load", "/newer"), ("unload", "/sql"), ("unload", "/newer")]
+    assert scene.adapters.calls == calls
+    assert scene.adapters.unnamed == [(SQL,), (NEWER,), (SQL,), (NEWER,)]
+    assert not scene.registry.read().unnamed
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@in_a_loop
+async def test_next_process_unloads_what_has_no_name(scene: Scene, is_named: bool) -> None:
+    names = (SQL._replace(name="too"),) if is_named else ()
+    scene.registry.write(AdapterList(names, unnamed=(SQL,)))
+    await scene.routes.settle()
+    assert scene.adapters.calls == ([] if is_named else [("unload", "/sql")])
+    assert scene.registry.read() == AdapterList(names)
+    assert scene.registry.lock()
+
+
+@in_a_loop
+async def test_next_process_leaves_a_change_to_the_process_with_the_lock(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene.registry.write(AdapterList((), unnamed=(SQL,)))
+    with monkeypatch.context() as context:
+        context.setattr(scene.registry, "lock", lambda: False)
+        await scene.routes.settle()
+    assert not scene.adapters.calls and scene.registry.read().unnamed
+    await scene.load(NEWER)
+    assert scene.adapters.calls == [("unload", "/sql"), ("load", "/newer")]
+
+
+@in_a_loop
+async def test_adapter_without_room_in_the_registry_is_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.registry.read()
+    monkeypatch.setattr("penstock.engine.cluster.adapter_registry.MAX_NBYTES", 70)  # also moves the next version
+    with pytest.raises(ApiError, match="expected names and paths of adapters of at most 70 bytes, got") as refused:
+        await scene.load(SQL)
+    assert refused.value.status == 400 and not scene.adapters.calls

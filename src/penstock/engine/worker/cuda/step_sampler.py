@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from logging import WARNING
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,13 +24,11 @@ from penstock.engine.worker.cuda import launcher
 from penstock.engine.worker.cuda.pending_step import CudaPendingStep
 from penstock.engine.worker.cuda.sampling import GROUP, MAX_KEPT, finish, scan
 from penstock.engine.worker.cuda.state import DeviceState
+from penstock.engine.worker.grammars import TokenMasks
 from penstock.engine.worker.input_batch import moved
 from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs
 from penstock.engine.worker.sampler import Sampler, TopLogprobs, has_ids, is_penalized
 from penstock.engine.worker.tensor_parallel import TPGroup
-
-if TYPE_CHECKING:  # it imports llguidance
-    from penstock.engine.worker.grammars import TokenMasks
 
 FEW_SAMPLED = 8  # up to here, more programs share a row
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
