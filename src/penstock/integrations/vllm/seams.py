@@ -167,6 +167,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             optional=("tensor_arena_handle",),
         ),
         Exists(f"{BROADCAST}:VLLM_RINGBUFFER_WARNING_INTERVAL"),
+        Exists(f"{BROADCAST}:LONG_WAIT_TIME_LOG_MSG"),
     ),
     "images": (
         Signature(f"{STORAGE}:SingleWriterShmRingBuffer.__init__", ("self", "data_buffer_size", "name", "create")),
