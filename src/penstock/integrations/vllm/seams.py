@@ -248,7 +248,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Signature(
             "vllm.v1.executor.multiproc_executor:MultiprocExecutor.register_failure_callback", ("self", "callback")
         ),
-        # Attributes of instances, which a step of deaths.py reads: an AttributeError there would be the end of the server.
+        # Attributes of instances, which deaths.py reads: an AttributeError there would be the end of the server.
         Mentions("vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc", "is_failed"),
         Mentions("vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc", "rpc_broadcast_mq"),
         Mentions("vllm.v1.executor.multiproc_executor:MultiprocExecutor.get_response_mqs", "workers"),
