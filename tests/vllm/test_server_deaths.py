@@ -35,7 +35,7 @@ def sessions_of(folder: Path) -> Mapping[int, list[str]]:
     """Returns the command lines of the processes that have the folder as TMPDIR, by session."""
     sessions: dict[int, list[str]] = {}
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if f"TMPDIR={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
                 sessions.setdefault(os.getsid(int(process.name)), []).append((process / "cmdline").read_text())
     return sessions

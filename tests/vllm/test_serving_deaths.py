@@ -13,7 +13,7 @@ from tests.support import peer, tiny_models
 from tests.support.vllm_server import START, VllmServer, serving
 
 PROMISED = 0.5  # seconds from the kill until a client has its error, and /health says so
-SLACK = 4.0  # on a machine that has other work (the figures are printed); without the plugin it takes 9 s
+SLACK = 4.0  # on a machine that has other work (the figures are printed); 9 s without the plugin
 
 pytestmark = pytest.mark.timeout(3 * START)
 

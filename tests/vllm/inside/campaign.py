@@ -28,7 +28,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def arguments_of(description):
-    """Returns the options of a campaign, which ends at a signal from now on."""
+    """Returns the options of a campaign. From now on a signal ends the campaign."""
     exit_at_signals()
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", metavar="MODEL")
@@ -51,7 +51,7 @@ def import_modules(names):
 
 
 def exit_at_signals():
-    """Has the first SIGTERM or SIGINT end this process, and what it began: servers have sessions of their own."""
+    """Has the first SIGTERM or SIGINT end the process, with the servers of its kills."""
 
     def end(number, _):
         for signal_number in ENDING:
