@@ -5,13 +5,16 @@ python -m tests.support.vllm_kills executor|server [--kills N] [--workers N] [--
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tests.support import peer, tiny_models
@@ -19,6 +22,7 @@ from tests.support import peer, tiny_models
 INSIDE = peer.ROOT / "tests" / "vllm" / "inside"
 # Pids of a server's processes are read from its log; an executor's log would be tracebacks of survivors.
 LEVELS = {"executor": "CRITICAL", "server": "INFO"}
+END = 60.0  # seconds from SIGTERM until a campaign has ended
 
 
 def command_of(name: str, options: Sequence[str], folder: Path) -> tuple[Sequence[str], Mapping[str, str]]:
@@ -30,18 +34,41 @@ def command_of(name: str, options: Sequence[str], folder: Path) -> tuple[Sequenc
     return [python, str(INSIDE / f"{name}_deaths.py"), str(model), *options], environment
 
 
+@contextlib.contextmanager
+def campaign_of(name: str, options: Sequence[str], folder: Path, **streams: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a campaign. With the block it is ended, with the servers of its kills."""
+    command, environment = command_of(name, options, folder)
+    process = subprocess.Popen(command, env=environment, **streams)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
 def run_campaign(name: str, options: Sequence[str], folder: Path, limit: float) -> Mapping[str, Any]:
     """Runs a campaign, and prints its figures. Returns the numbers of its report."""
-    command, environment = command_of(name, options, folder)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-    match = re.search(r"^KILLS (.*)$", done.stdout, re.MULTILINE)
-    assert match is not None, done.stdout[-3000:] + done.stderr[-6000:]
-    print(done.stdout[: match.start()])
+    with campaign_of(name, options, folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        output, log = (text.decode() for text in process.communicate(timeout=limit))
+    match = re.search(r"^KILLS (.*)$", output, re.MULTILINE)
+    assert match is not None, output[-3000:] + log[-6000:]
+    print(output[: match.start()])
     report: Mapping[str, Any] = json.loads(match[1])
     return report
 
 
+def main() -> int:
+    def end(number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    with tempfile.TemporaryDirectory() as scratch, campaign_of(sys.argv[1], sys.argv[2:], Path(scratch)) as process:
+        return process.wait()
+
+
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as scratch:
-        command, environment = command_of(sys.argv[1], sys.argv[2:], Path(scratch))
-        sys.exit(subprocess.run(command, env=environment).returncode)
+    sys.exit(main())

@@ -1,25 +1,72 @@
-"""The wait for a death of a worker, while vLLM's engine waits for no reply."""
+"""The board of deaths, and the wait for a death of a worker, while vLLM's engine waits for no reply."""
 
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from penstock import EndGroup, Ring
 from penstock.environment import VLLM_DEATHS
-from penstock.errors import EndOfChannel
+from penstock.errors import DeathCause, EndOfChannel
 from penstock.integrations.vllm import deaths
 from tests.conftest import spawn
 
 
 @pytest.fixture(autouse=True)
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    descriptor = os.memfd_create("board")
-    monkeypatch.setenv(VLLM_DEATHS.name, f"/proc/self/fd/{descriptor}")
+    monkeypatch.setenv(VLLM_DEATHS.name, "")
+    deaths.create_board()
+    board = os.environ[VLLM_DEATHS.name]
     yield
-    os.close(descriptor)
+    for path in {board, os.environ[VLLM_DEATHS.name]}:
+        os.close(int(os.path.basename(path)))
+
+
+DEATH = deaths.ProcessDied.of("VllmWorker-0", 4711, DeathCause.of_exit_code(-9))
+
+
+def reopen_board(replies: Ring[bytes]) -> None:
+    """A process of a server: its parent has the board."""
+    deaths.open_board()
+    with replies.open_sender() as sender:
+        sender.send(deaths.first_death().encode())
+
+
+def test_board_is_that_of_the_server_in_its_processes() -> None:
+    deaths.note(DEATH)
+    replies = Ring[bytes]()
+    with replies.open_receiver() as receiver, spawn(reopen_board, replies):
+        assert receiver.receive(30) == str(DEATH).encode()
+
+
+def test_board_is_new_for_a_server_that_a_shell_has_started() -> None:
+    deaths.note(DEATH)
+    deaths.open_board()
+    assert not deaths.first_death()
+
+
+def write_board(path: str) -> None:
+    os.environ[VLLM_DEATHS.name] = path
+    deaths.open_board()
+    deaths.note(DEATH)
+
+
+def test_board_is_new_where_the_variable_names_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("of another program")
+    with spawn(write_board, str(path)) as process:
+        process.join()
+        assert process.exitcode == 0
+    assert path.read_text() == "of another program"
+
+
+def test_second_server_of_a_process_has_no_deaths_of_the_first() -> None:
+    deaths.note(DEATH)
+    deaths.begin_server()
+    assert not deaths.first_death()
 
 
 class Wait:

@@ -1,6 +1,7 @@
 """What the integration relies on in vLLM, compared with modules that have it, or differ in one name."""
 
 import dataclasses
+import functools
 import sys
 import types
 
@@ -24,6 +25,11 @@ def strip(items: list[dict[str, object]]) -> list[dict[str, object]]:
     return [item for item in items if "address" in item]
 
 
+@functools.wraps(strip)
+def replaced_strip(*arguments: list[dict[str, object]]) -> list[dict[str, object]]:
+    return strip(*arguments)
+
+
 @dataclasses.dataclass
 class Handle:
     ranks: list[int]
@@ -43,6 +49,7 @@ FITTING = (
     Fields("stand_in:Handle", ("ranks",), optional=("arena",)),
     HasFields("stand_in:Handle", ("arena",)),
     Mentions("stand_in:strip", "address"),
+    Mentions("stand_in:replaced_strip", "address"),  # vLLM loads its plugins more than once
     Mentions("stand_in:close", "get"),
 )
 
@@ -51,6 +58,7 @@ FITTING = (
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("stand_in")
     vars(module).update(INTERVAL=60, Queue=Queue, Handle=Handle, Named=Named, strip=strip, close=close)
+    vars(module).update(replaced_strip=replaced_strip)
     monkeypatch.setitem(sys.modules, "stand_in", module)
     return module
 

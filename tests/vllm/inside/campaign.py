@@ -23,10 +23,13 @@ from penstock.integrations.vllm.left_files import FOLDER, mapped_names
 
 LIMIT = 200.0  # seconds for one kill with its processes; then its fork writes its stacks, and ends
 LEAVING = 10.0  # seconds until what ends has let go of all
+ENDING = (signal.SIGTERM, signal.SIGINT)
 FORK = multiprocessing.get_context("fork")
 
 
 def arguments_of(description):
+    """Returns the options of a campaign. From now on a signal ends the campaign."""
+    exit_at_signals()
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--kills", type=int, default=20)
@@ -45,6 +48,18 @@ def import_modules(names):
                 importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a fork would copy all pages
+
+
+def exit_at_signals():
+    """Has the first SIGTERM or SIGINT end the process, with the servers of its kills."""
+
+    def end(number, _):
+        for signal_number in ENDING:
+            signal.signal(signal_number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    for signal_number in ENDING:
+        signal.signal(signal_number, end)
 
 
 def run(options, kill):
@@ -67,17 +82,21 @@ def run(options, kill):
         faulthandler.cancel_dump_traceback_later()
         pipe.send(left_since(before))
 
+    forks = []
+
     def end(*_):
         claimed.value = options.kills
+        for process, _ in forks:
+            process.terminate()
 
-    forks = []
     for _ in range(options.forks):
         ours, remote = FORK.Pipe(duplex=False)
         process = FORK.Process(target=run_kills, args=(remote,), name="EngineCore")
         process.start()
         remote.close()
         forks.append((process, ours))
-    signal.signal(signal.SIGTERM, end)
+    for signal_number in ENDING:
+        signal.signal(signal_number, end)
     outcomes, left = collect({pipe: process for process, pipe in forks})
     left += files_left(files)
     report(outcomes, left, time.monotonic() - began)

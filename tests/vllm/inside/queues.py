@@ -113,7 +113,7 @@ def crosses_with_few_addresses(pipe, room):
 @pytest.mark.parametrize(("room", "is_own"), [(1.0, False), (0.05, True)])  # a channel reserves an eighth of the limit
 def test_a_queue_for_which_there_are_no_addresses_is_vllms_own(room, is_own):
     ours, remote = FORK.Pipe()
-    child = FORK.Process(target=crosses_with_few_addresses, args=(remote, room))
+    child = FORK.Process(target=crosses_with_few_addresses, args=(remote, room), daemon=True)
     child.start()
     assert ours.poll(30)
     of_writer, of_reader, message, fall_backs = ours.recv()
@@ -204,7 +204,7 @@ def test_enqueue_raises_after_a_reader_died_and_sends_nothing_more():
     writer = MessageQueue(2, 2)
     other = MessageQueue.create_from_handle(writer.export_handle(), 1)
     ours, remote = FORK.Pipe()
-    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), remote), name="VllmWorker-0")
+    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), remote), name="VllmWorker-0", daemon=True)
     child.start()
     assert ours.recv() == "attached"
     writer.wait_until_ready()
@@ -218,14 +218,14 @@ def test_enqueue_raises_after_a_reader_died_and_sends_nothing_more():
     for _ in range(2):
         with pytest.raises(RuntimeError, match="VllmWorker-0"):
             writer.enqueue("step", timeout=5)
-    with pytest.raises(TimeoutError):
-        other.dequeue(timeout=0.05)
+    with pytest.raises(RuntimeError, match="VllmWorker-0"):
+        other.dequeue(timeout=5)
 
 
 def test_the_group_of_an_idle_writer_gets_the_death_of_a_reader():
     writer = MessageQueue(1, 1)
     ours, remote = FORK.Pipe()
-    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), remote), name="VllmWorker-0")
+    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), remote), name="VllmWorker-0", daemon=True)
     child.start()
     assert ours.recv() == "attached"
     threading.Timer(0.2, child.kill).start()
@@ -242,7 +242,7 @@ def idle_writer(pipe):
 
 def test_dequeue_raises_when_the_writer_has_died():
     ours, remote = FORK.Pipe()
-    child = FORK.Process(target=idle_writer, args=(remote,), name="EngineCore")
+    child = FORK.Process(target=idle_writer, args=(remote,), name="EngineCore", daemon=True)
     child.start()
     reader = MessageQueue.create_from_handle(ours.recv(), 0)
     threading.Timer(0.2, child.kill).start()
@@ -255,7 +255,7 @@ def test_the_warning_of_a_long_wait_names_the_process_that_is_behind(monkeypatch
     monkeypatch.setattr(shm_broadcast, "VLLM_RINGBUFFER_WARNING_INTERVAL", 0.05)
     writer = MessageQueue(1, 1)
     ours, remote = FORK.Pipe()
-    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), remote), name="VllmWorker-7")
+    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), remote), name="VllmWorker-7", daemon=True)
     child.start()
     assert ours.recv() == "attached"
     with caplog.at_level("INFO"), pytest.raises(TimeoutError):

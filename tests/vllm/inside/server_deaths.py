@@ -28,6 +28,7 @@ from tests.support.vllm_server import NAME, VllmServer
 STREAMS = 6
 START = 120.0
 END = 30.0
+END_AT_SIGNAL = 5.0  # a caller may follow SIGTERM by SIGKILL
 SERVES = "Application startup complete."  # of uvicorn
 VICTIMS = ("EngineCore", "ApiServer_0", "VllmWorker-0", "VllmWorker-1")
 OPTIONS = "--host 127.0.0.1 --dtype float32 --max-model-len 512 --enforce-eager --worker-cls stub_worker.ServedWorker"
@@ -40,6 +41,8 @@ def serve(options, port, log):
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     os.setsid()
+    for signal_number in campaign.ENDING:
+        signal.signal(signal_number, signal.SIG_DFL)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -64,23 +67,33 @@ class ForkedServer:
         self.server = VllmServer(self.process, port, log)
 
     def __enter__(self):
+        try:
+            self.await_answers()
+        except BaseException as error:
+            self.end(type(error))
+            raise
+        return self.server
+
+    def await_answers(self):
         deadline = time.monotonic() + START
         while True:
             try:
                 self.server.ask("hello", 1)
                 assert self.server.log.read_text(errors="replace").count(SERVES) == 2
-                return self.server
+                return
             except (OSError, AssertionError):
                 if time.monotonic() > deadline or not self.process.is_alive():
                     text = self.server.log.read_text(errors="replace")
-                    self.__exit__()
                     raise RuntimeError(f"the server does not answer: {text[-3000:]}") from None
                 time.sleep(0.05)
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
+        self.end(kind)
+
+    def end(self, kind):
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGTERM)
-        self.process.join(END)
+        self.process.join(END_AT_SIGNAL if kind is SystemExit else END)
         for pid in self.server.pids():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import multiprocessing
 import os
 import re
 import socket
@@ -29,6 +30,7 @@ from penstock.integrations.vllm.left_files import remove_left_files
 from penstock.integrations.vllm.settings import LOGGER
 
 RANK = re.compile(r"VllmWorker-(\d+)")  # vLLM's name of a worker's process
+BOARD = "penstock vllm deaths"  # name of the file
 REAPED_S = 0.2  # from the end of a process until its exit code is known
 REAP_POLL_S = 0.001  # of a thread, while another thread reaps the process
 CAUSE_S = (
@@ -56,12 +58,35 @@ class ProcessDied(RuntimeError):
 
 # ── the board: a file without a name, which the first process of the server holds ──
 def open_board() -> None:
-    """Makes the board, unless this process has the board of the process that has started it."""
-    if not VLLM_DEATHS.read():
-        board = os.memfd_create("penstock vllm deaths")
-        os.environ[VLLM_DEATHS.name] = f"/proc/{os.getpid()}/fd/{board}"
+    """Makes the board, unless this process has the board of the process that has started it.
+
+    vLLM starts the processes of a server by `multiprocessing`. A program that starts a server otherwise passes on the
+    environment, too, but the server is none of its processes.
+    """
+    if multiprocessing.parent_process() is None or not has_board():
+        create_board()
         remove_left_files()
         atexit.register(remove_left_files)
+
+
+def create_board() -> None:
+    board = os.memfd_create(BOARD)
+    os.environ[VLLM_DEATHS.name] = f"/proc/{os.getpid()}/fd/{board}"
+
+
+def begin_server() -> None:
+    """A process may run one server after the other: a death of the first is not the cause of a death of the second."""
+    if has_board() and VLLM_DEATHS.read().startswith(f"/proc/{os.getpid()}/"):
+        os.truncate(VLLM_DEATHS.read(), 0)
+    else:
+        create_board()
+
+
+def has_board() -> bool:
+    """Returns whether the variable names a board: a number of a descriptor may be that of another file now."""
+    with suppress(OSError):
+        return os.readlink(VLLM_DEATHS.read()).startswith(f"/memfd:{BOARD}")
+    return False
 
 
 def first_death() -> str:
@@ -202,6 +227,10 @@ def replace_in_servers() -> None:
     from vllm.v1.engine.exceptions import EngineDeadError
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.utils import APIServerProcessManager
+
+    @before(CoreEngineProcManager, "__init__")
+    def begin(*_: Any, **__: Any) -> None:
+        begin_server()
 
     @before(CoreEngineProcManager, "shutdown")
     def note_core(manager: Any, timeout: float | None = None) -> None:

@@ -282,6 +282,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _raise_end(self, end: PenstockError) -> NoReturn:
+        _joined.pop(os.getpid(), None)  # a later queue of this process is not one of a dead executor's
         if isinstance(end, PeerDied):
             raise deaths.process_died(end) from end
         # The other end may have been closed by a process that knew of a death first.

@@ -121,7 +121,7 @@ class Mentions:
     text: str
 
     def difference(self, value: Any) -> str | None:
-        return None if self.text in _texts(value.__code__) else f"does not mention {self.text!r}"
+        return None if self.text in _texts(inspect.unwrap(value).__code__) else f"does not mention {self.text!r}"
 
 
 def _texts(code: CodeType) -> set[Any]:
@@ -167,6 +167,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             optional=("tensor_arena_handle",),
         ),
         Exists(f"{BROADCAST}:VLLM_RINGBUFFER_WARNING_INTERVAL"),
+        Exists(f"{BROADCAST}:LONG_WAIT_TIME_LOG_MSG"),
     ),
     "images": (
         Signature(f"{STORAGE}:SingleWriterShmRingBuffer.__init__", ("self", "data_buffer_size", "name", "create")),
@@ -247,7 +248,13 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Signature(
             "vllm.v1.executor.multiproc_executor:MultiprocExecutor.register_failure_callback", ("self", "callback")
         ),
-        Exists("vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc"),
+        # Attributes of instances, which deaths.py reads: an AttributeError there would be the end of the server.
+        Mentions("vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc", "is_failed"),
+        Mentions("vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc", "rpc_broadcast_mq"),
+        Mentions("vllm.v1.executor.multiproc_executor:MultiprocExecutor.get_response_mqs", "workers"),
+        Mentions("vllm.v1.engine.utils:CoreEngineProcManager.__init__", "processes"),
+        Mentions("vllm.v1.utils:APIServerProcessManager.__init__", "processes"),
+        Mentions("vllm.v1.engine.async_llm:AsyncLLM.__init__", "output_processor"),
         Signature("vllm.v1.engine.utils:CoreEngineProcManager.shutdown", ("self", "timeout")),
         Signature("vllm.v1.utils:APIServerProcessManager.shutdown", ("self", "timeout")),
         Mentions("vllm.v1.utils:APIServerProcessManager.__init__", "sock"),
