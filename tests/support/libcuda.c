@@ -46,7 +46,7 @@ static int contexts[DEVICES];                             /* retained; the addre
 static _Thread_local void *current[DEPTH];
 static _Thread_local int depth;
 static int can_reach[DEVICES][DEVICES] = {{1, 1}, {1, 1}};
-static size_t memory_nbytes = (size_t)1 << 30;
+static const size_t memory_nbytes = (size_t)1 << 30;
 static char faults[FAULTS][160];
 static int fault_count;
 
@@ -62,12 +62,9 @@ static void fault(const char *format, ...) {
 static long calls, failing_call; /* from 1 on; 0: no call fails */
 static Result failing_result;
 static char failing_name[64]; /* empty: calls of all names count */
-static int is_lost;           /* every call fails from then on */
 
 static Result begin(const char *name) {
     pthread_mutex_lock(&mutex);
-    if (is_lost)
-        return failing_result;
     size_t length = strlen(failing_name);
     if (length && (strncmp(failing_name, name, length) || (name[length] && strcmp(name + length, "_v2"))))
         return OK;
@@ -792,18 +789,10 @@ void double_fail(const char *name, long call, Result result) {
     calls = 0;
     failing_call = call;
     failing_result = result;
-    is_lost = 0;
     pthread_mutex_unlock(&mutex);
 }
 
-void double_lose(Result result) {
-    failing_result = result;
-    is_lost = 1;
-}
-
 long double_calls(void) { return calls; }
-
-void double_memory(size_t nbytes) { memory_nbytes = nbytes; }
 
 void double_reach(int device, int peer, int can) { can_reach[device][peer] = can; }
 

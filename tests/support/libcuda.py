@@ -66,7 +66,6 @@ class DriverLibrary:
             getattr(library, name).argtypes = [ctypes.c_uint64, ctypes.c_size_t]
         library.double_kind.argtypes = [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int]
         library.double_forget.argtypes = [ctypes.c_uint64]
-        library.double_memory.argtypes = [ctypes.c_size_t]
         library.double_sleep.argtypes = [ctypes.c_void_p, ctypes.c_uint64]
         library.double_stop.argtypes = [ctypes.c_void_p, ctypes.c_int]
         library.double_is_idle.argtypes = [ctypes.c_void_p]
@@ -89,17 +88,10 @@ class DriverLibrary:
         self.library.double_fail(b"", 0, 0)
         return calls
 
-    def lose_device(self, result: int = ILLEGAL_ADDRESS) -> None:
-        """Each call returns an error, until `fail_no_more`."""
-        self.library.double_lose(result)
-
     def part(self, device: int, peer: int) -> None:
         """Two devices can no longer reach each other."""
         self.library.double_reach(device, peer, 0)
         self.library.double_reach(peer, device, 0)
-
-    def limit_memory(self, nbytes: int) -> None:
-        self.library.double_memory(nbytes)
 
     def stop(self, stream: Any) -> None:
         self.library.double_stop(stream.cuda_stream, 1)

@@ -128,16 +128,6 @@ async def test_unread_chunks_of_a_sample_are_merged() -> None:
 
 
 @in_a_loop
-async def test_unread_chunks_are_joined_beside_requests_with_logprobs() -> None:
-    stream, _ = stream_of()
-    logprobs = Logprobs(ints(8, 9), np.zeros(2, np.float32), ints(0, 1), ints(0, 2))
-    for token in (65, 66):
-        delta = Delta(2, ints(1, 2, 1, 1, token, 8), bytes([token, 90]), logprobs=logprobs)
-        stream.add(next(chunk for request, chunk in split_delta(delta) if request == 1))
-    assert (await anext(stream)).ids == [65, 66]
-
-
-@in_a_loop
 async def test_error_of_a_stream_follows_the_chunks_before_it() -> None:
     stream, _ = stream_of()
     stream.add(OutputChunk(0, b"a", [1]))

@@ -378,23 +378,6 @@ async def test_time_of_a_request_goes_on_while_it_waits() -> None:
 
 
 @in_a_loop
-async def test_closed_client_ends_what_waits() -> None:
-    async with engine() as ([group], client):
-        stream = await waiting(group, client)
-    error = await error_of(stream)
-    assert error.status == 503 and "has been closed" in error.reason
-
-
-@in_a_loop
-async def test_shutdown_ends_what_waits_for_a_group_at_once() -> None:
-    async with engine() as ([group], client):
-        stream = await waiting(group, client)
-        group._board.drain()
-        error = await error_of(stream)
-        assert error.status == 503 and "shutting down" in error.reason
-
-
-@in_a_loop
 async def test_request_goes_to_a_group_that_still_serves_during_a_shutdown() -> None:
     """The launcher judges no group then."""
     async with engine(groups=2) as (groups, client):
@@ -562,24 +545,20 @@ async def test_expired_unsent_request_is_not_counted_as_waiting_for_a_group() ->
             await anext(stream)
 
 
+@pytest.mark.parametrize(("is_shutdown", "reason"), [(True, "shutting down"), (False, "has been closed")])
 @in_a_loop
-async def test_shutdown_refuses_a_new_request_that_waits() -> None:
+async def test_shutdown_or_close_ends_lost_and_new_requests_that_wait(is_shutdown: bool, reason: str) -> None:
     async with engine() as ([group], client):
-        group.lose()
+        lost = await waiting(group, client)
         newcomer = submitting(client)
         await group.require_silence()
-        group._board.drain()
-        with pytest.raises(EngineError, match="shutting down"):
-            await newcomer
-
-
-@in_a_loop
-async def test_closed_client_refuses_a_new_request_that_waits() -> None:
-    async with engine() as ([group], client):
-        group.lose()
-        newcomer = submitting(client)
-        await group.require_silence()
-    with pytest.raises(EngineError, match="has been closed"):
+        if is_shutdown:
+            group._board.drain()
+            error = await error_of(lost)
+    if not is_shutdown:
+        error = await error_of(lost)
+    assert error.status == 503 and reason in error.reason
+    with pytest.raises(EngineError, match=reason):
         await newcomer
 
 

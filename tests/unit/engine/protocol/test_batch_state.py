@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -382,22 +383,6 @@ def test_equal_parameters_are_sent_once_per_step() -> None:
     assert joining(PARAMS, PARAMS) - first < 40 < joining(PARAMS, SamplingParams(seed=7)) - first <= 40 + 80
 
 
-def test_grammars_are_sent_once_and_kept_by_slot_until_the_sample_leaves() -> None:
-    batch, handles = BatchState(8, 64), [Scope().put(text, key=text.encode() * 32) for text in "ab"]
-    builder = StepBuilder(batch)
-    for number, grammar in enumerate((handles[0], None, handles[1], handles[0])):
-        builder.join(number, np.arange(3, dtype=np.int32), SamplingParams(), [number], chunk=3, grammar=grammar)
-    step = builder.build(1, 1)
-    assert step.joined is not None and step.joined.grammars == tuple(handles)
-    assert step.joined.grammars_of is not None and step.joined.grammars_of.tolist() == [1, 0, 2, 1]
-    batch.apply(step)
-    assert batch.grammars == {0: handles[0], 2: handles[1], 3: handles[0]}
-    builder.leave(0)
-    builder.leave(1)
-    batch.apply(builder.build(1, 2))
-    assert batch.grammars == {2: handles[1], 3: handles[0]}
-
-
 def test_number_of_a_grammar_that_was_not_sent_is_refused() -> None:
     batch = BatchState(8, 64)
     builder = StepBuilder(batch)
@@ -411,17 +396,22 @@ def test_number_of_a_grammar_that_was_not_sent_is_refused() -> None:
     assert not batch.grammars and not batch.rows.size
 
 
-def test_adapters_are_sent_once_and_kept_by_slot_until_the_sample_leaves() -> None:
-    batch, digests = BatchState(8, 64), [b"a" * 32, b"b" * 32]
+@pytest.mark.parametrize("kind", ["grammar", "adapter"])
+def test_grammars_and_adapters_are_sent_once_and_kept_until_samples_leave(kind: str) -> None:
+    batch = BatchState(8, 64)
     builder = StepBuilder(batch)
-    for number, adapter in enumerate((digests[0], b"", digests[1], digests[0])):
-        builder.join(number, np.arange(3, dtype=np.int32), SamplingParams(), [number], chunk=3, adapter=adapter)
+    keys = [b"a" * 32, b"b" * 32]
+    first, second = keys if kind == "adapter" else [Scope().put("a", key=key) for key in keys]
+    for number, value in enumerate((first, b"" if kind == "adapter" else None, second, first)):
+        options: dict[str, Any] = {kind: value}
+        builder.join(number, np.arange(3, dtype=np.int32), SamplingParams(), [number], chunk=3, **options)
     step = builder.build(1, 1)
-    assert step.joined is not None and step.joined.adapters == tuple(digests)
-    assert step.joined.adapters_of is not None and step.joined.adapters_of.tolist() == [1, 0, 2, 1]
+    assert getattr(step.joined, f"{kind}s") == (first, second)
+    assert getattr(step.joined, f"{kind}s_of").tolist() == [1, 0, 2, 1]
     batch.apply(step)
-    assert batch.adapters == {0: digests[0], 2: digests[1], 3: digests[0]}
-    builder.preempt(0)
-    builder.leave(2)
+    assert getattr(batch, f"{kind}s") == {0: first, 2: second, 3: first}
+    builder.preempt(3)
+    builder.leave(0)
+    builder.leave(1)
     batch.apply(builder.build(1, 2))
-    assert batch.adapters == {0: digests[0], 3: digests[0]}
+    assert getattr(batch, f"{kind}s") == {2: second, 3: first}

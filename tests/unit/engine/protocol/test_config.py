@@ -125,15 +125,6 @@ def test_devices_are_those_of_the_list_in_turn(device: str, devices: str, expect
     assert [config.device_of(group, worker) for group in range(2) for worker in range(2)] == expected
 
 
-def test_devices_are_counted_on_each_node() -> None:
-    for rank in range(3):
-        config = EngineConfig(
-            model="m", device="cuda", data_parallel_size=2, tensor_parallel_size=2, nodes=nodes(rank=rank)
-        )
-        devices = [config.device_of(group, worker) for group in range(2) for worker in range(2)]
-        assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
-
-
 def test_a_node_without_servers_reaches_no_groups_but_its_own() -> None:
     config = EngineConfig(simulated=SIMULATED, data_parallel_size=2, nodes=nodes(rank=1))
     assert (config.is_headless, config.remote_groups, config.all_groups) == (True, 0, 2)
@@ -175,9 +166,11 @@ def test_ranks_over_nodes_are_divided_evenly_and_cores_are_at_home() -> None:
     assert (other.has_cores, list(other.rank_nodes), other.all_groups) == (False, [], 2)
 
 
-def test_devices_of_ranks_over_nodes_are_counted_on_each_node() -> None:
+@pytest.mark.parametrize(("is_over_nodes", "size"), [(False, 2), (True, 6)])
+def test_devices_are_counted_on_each_node(is_over_nodes: bool, size: int) -> None:
     for rank in range(3):
-        config = spread(rank, device="cuda")
+        where = nodes(rank=rank, tensor_parallel_over_nodes=is_over_nodes)
+        config = spread(rank, device="cuda", tensor_parallel_size=size, nodes=where)
         devices = [config.device_of(group, worker) for group in range(2) for worker in config.ranks]
         assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
 
