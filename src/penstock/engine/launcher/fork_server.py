@@ -32,6 +32,7 @@ from penstock.engine.launcher import early_fork_server
 from penstock.engine.launcher.back_off import BackOff
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+IMPORTS_TIMEOUT_S = 120.0  # 3 s on an idle machine; a group has 600 s to start, and waits for the imports
 REPLY_TIMEOUT_S = 5.0  # of a fork, which takes about 0.02 s
 REPLY_POLL_MS = 20  # between looks whether the fork server is stopped
 MAX_FAILED_STARTS = 3  # in a row: then processes are spawned
@@ -132,11 +133,11 @@ class ForkServer:
         self._packages = find_packages()
         self._server: ForkServerProcess | None = None
         self._back_off = BackOff()
-        self._again: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # for the end of the imports, or the next start
         self._waiting: list[Callable[[], object]] = []  # for the end of the imports
 
     def start(self) -> None:
-        self._again = None
+        self._timer = None
         try:
             with adopting_orphans():
                 self._server = server = ForkServerProcess.start(self._imports, self._packages)
@@ -145,6 +146,8 @@ class ForkServer:
         loop = asyncio.get_running_loop()
         loop.add_reader(server.pidfd, self._lose, "")
         loop.add_reader(server.connection, self._receive_verdict, server)
+        reason = f"imports have not ended within {IMPORTS_TIMEOUT_S:g} s"
+        self._timer = loop.call_later(IMPORTS_TIMEOUT_S, self._refuse, reason)
         self.check_stopped()  # an early process may have been stopped before the launcher handled SIGCHLD
         return None
 
@@ -155,20 +158,14 @@ class ForkServer:
         else:
             self._waiting.append(callback)
 
-    async def renew(self, timeout: float) -> None:
+    async def renew(self) -> None:
         """Replaces the process by a process that imports the files of this moment, and waits for the imports."""
         self._end()
         self._back_off = BackOff()
         self.start()
         settled = asyncio.Event()
         self.call_when_settled(settled.set)
-        waiting = asyncio.ensure_future(settled.wait())
-        try:  # `wait_for` loses a cancellation that comes with the result
-            await asyncio.wait((waiting,), timeout=timeout)
-        finally:
-            waiting.cancel()
-        if not settled.is_set():
-            self._refuse(f"imports have not ended within {timeout:g} s")
+        await settled.wait()
 
     def fork(self, target: Callable[..., object], values: tuple[Any, ...], name: str) -> ForkedProcess | None:
         """Returns a child that runs `target(*values)`; None: the caller spawns the child. Raises OSError without
@@ -217,6 +214,7 @@ class ForkServer:
 
     def _receive_verdict(self, server: ForkServerProcess) -> None:
         asyncio.get_running_loop().remove_reader(server.connection)
+        self._cancel_timer()
         verdict = ""
         with contextlib.suppress(OSError):
             verdict = server.connection.recv(forking.REASON_NBYTES).decode(errors="replace")
@@ -236,7 +234,7 @@ class ForkServer:
             return self._refuse(reason or death)
         after = self._back_off.seconds
         event("fork server is lost", logging.WARNING, reason=reason or death, starts_again_after=after)
-        self._again = asyncio.get_running_loop().call_later(after, self.start)
+        self._timer = asyncio.get_running_loop().call_later(after, self.start)
         return self._settle()
 
     def _refuse(self, reason: str) -> None:
@@ -247,9 +245,7 @@ class ForkServer:
 
     def _end(self) -> tuple[bool, float, str]:
         """Returns whether the process was ready, how long it has lived, and how it has ended."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
+        self._cancel_timer()
         server, self._server = self._server, None
         if server is None:
             return False, 0.0, ""
@@ -257,6 +253,11 @@ class ForkServer:
         loop.remove_reader(server.pidfd)
         loop.remove_reader(server.connection)
         return server.is_ready, time.monotonic() - server.started, server.end().text
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _settle(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -185,7 +185,7 @@ class Launcher:
         self.board.cluster[StatusBoard.MIGRATIONS_BEGUN] += 1
         try:
             if self.fork_server is not None:
-                await self.fork_server.renew(self.cluster.config.start_timeout)
+                await self.fork_server.renew()
             if self.cluster.node_weights is not None:
                 self.cluster.node_weights.renew()
             for group, inbox in zip(self._groups, self._inboxes, strict=True):

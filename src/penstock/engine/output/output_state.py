@@ -82,6 +82,7 @@ class OutputState:
         self._choices: dict[int, tuple[int, int]] = {}  # their kinds and marks
         self._held: list[HeldOutput | None] = [None] * slots  # None: no output is held
         self._slots = NO_SLOTS  # of the last message with ids
+        self._few: tuple[list[int], list[int], npt.NDArray[np.uint16] | None] | None = None  # see `_process_few`
 
     @classmethod
     def of(cls, config: EngineConfig, vocabulary: Vocabulary | None = None) -> OutputState:
@@ -98,7 +99,7 @@ class OutputState:
     # ── samples ──
     def _start(self, started: Started) -> None:
         slot, params, vocabulary = started.slot, started.params, self._vocabulary
-        self._is_open[slot] = True
+        self._is_open[slot], self._few = True, None
         self._generated[slot] = len(started.generated)
         self._servers[slot], self._requests[slot], self._samples[slot] = started.server, started.request, started.sample
         if started.cached:
@@ -207,15 +208,14 @@ class OutputState:
         for started in tokens.started:
             self._start(started)
         if tokens.slots is not None:
-            self._slots = tokens.slots.astype(np.intp)
+            self._slots, self._few = tokens.slots.astype(np.intp), None
         slots = self._slots if tokens.ids.size else NO_SLOTS
         if tokens.ids.shape != slots.shape:
             raise DecodeError(f"expected {slots.size} numbers, got a shape of {tokens.ids.shape} at $.ids")
         if 0 < slots.size <= FEW and (answers := self._process_few(tokens)) is not None:
             return answers
         rows = DeltaBuilder(slots, tokens.ids, LogprobRows.read(tokens.logprobs, slots.size))
-        is_open = self._is_open[slots]
-        if not is_open.all():  # a stop string has ended the others, and the core did not know yet
+        if not (is_open := self._is_open[slots]).all():  # a stop string has ended the others before the core knew
             rows = rows.of(np.flatnonzero(is_open))
         self._generated[rows.slots] += 1
         row_of_slot = {slot: row for row, slot in enumerate(rows.slots.tolist())} if tokens.ended else {}
@@ -238,18 +238,19 @@ class OutputState:
         """Answers a message for one server; None, and no change, if a row gets more than a text of the tables."""
         if tokens.ended or tokens.logprobs is not None or tokens.prompt_logprobs or self._cached:
             return None
+        if self._few is None:  # servers, requests and samples of these slots, but for samples of 0
+            rows, samples = self._slots, self._samples[self._slots]
+            self._few = self._servers[rows].tolist(), self._requests[rows].tolist(), samples if samples.any() else None
+        (servers, requests, numbers_of_samples), texts = self._few, list[bytes]()
         slots, ids = self._slots.tolist(), tokens.ids.tolist()
-        server, texts = int(self._servers[slots[0]]), list[bytes]()
-        for slot, token_id in zip(slots, ids, strict=True):
-            if self._servers[slot] != server or (text := self._table_text(slot, token_id)) is None:
+        for server, slot, token_id in zip(servers, slots, ids, strict=True):
+            if server != servers[0] or (text := self._table_text(slot, token_id)) is None:
                 return None
             texts.append(text)
         for slot in slots:
             self._generated[slot] += 1
-        numbers = np.array([*(self._requests[slot] for slot in slots), *map(len, texts), *ids], np.int32)
-        samples = np.array([self._samples[slot] for slot in slots], np.uint16)
-        delta = Delta(len(slots), numbers, b"".join(texts), samples=samples if samples.any() else None)
-        return Outputs([(server, delta)], [])
+        numbers = np.array([*requests, *map(len, texts), *ids], np.int32)
+        return Outputs([(servers[0], Delta(len(slots), numbers, b"".join(texts), samples=numbers_of_samples))], [])
 
     def _table_text(self, slot: int, token_id: int) -> bytes | None:
         """Returns the text of an id that `_write` would take from the tables; None: it would not."""
@@ -412,10 +413,9 @@ class OutputState:
     # ── columns ──
     def _deltas(self, rows: DeltaBuilder, without_token: list[FinishedWithoutToken]) -> list[tuple[int, Delta]]:
         servers = self._servers[rows.slots]
-        due = {row.server for row in without_token}
+        due, deltas = {row.server for row in without_token}, list[tuple[int, Delta]]()
         if servers.size:
             due.update([int(servers[0])] if (servers == servers[0]).all() else np.unique(servers).tolist())
-        deltas = []
         for server in sorted(due):
             where = np.flatnonzero(servers == server)
             own_rows = rows if where.size == servers.size else rows.of(where)

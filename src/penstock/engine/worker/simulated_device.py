@@ -191,7 +191,7 @@ class SimulatedRunner:
         failed = self._open_images(batch, step) if self._config.opens_images else {}
         masks = self.grammars.launch(batch, step)
         now = self._clock()
-        tokens = int(batch.counts.sum())
+        tokens = batch.rows.size if step.advances is None else int(batch.counts.sum())
         if not tokens:  # nothing is computed: requests left, perhaps
             self._is_awaited = self._is_awaited and batch.rows.size > 0
             return SimulatedPendingStep(max(now, self._free_at), SamplerOutput(NOTHING, None, failed), self._clock)

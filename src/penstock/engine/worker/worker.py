@@ -60,9 +60,7 @@ def run(cluster: Cluster, me: ProcessId) -> Worker:
 
 def device_of(cluster: Cluster, me: ProcessId) -> Device:
     """Creates the worker's device. Blocks until all ranks have joined, and the model is loaded."""
-    config = cluster.config
-
-    puller = None
+    config, puller = cluster.config, None
     if cluster.store is not None and cluster.pulls:
         puller = Puller(cluster.pulls[me.group], me.index, cluster.store, name=str(me))
 
@@ -185,10 +183,7 @@ def encoder_options_of(cluster: Cluster) -> EncoderOptions:
     config = cluster.config
     # Half of a step's time: the other half is left to encode what another engine has not.
     return EncoderOptions(
-        config.encoder_tp_mode,
-        cluster.encodings,
-        config.encoder_cache_nbytes,
-        timeout=config.step_timeout / 2,
+        config.encoder_tp_mode, cluster.encodings, config.encoder_cache_nbytes, timeout=config.step_timeout / 2
     )
 
 
@@ -366,6 +361,7 @@ class DeviceStats:
         self._row = row
         self._former = {word: row[word] for word in DEVICE_COUNTS}  # of the processes before
         row[StatusBoard.GRAMMARS_OPEN] = 0
+        self._counts: tuple[int, ...] = ()  # of this process, as they are on the board
         self._begun: deque[int | None] = deque()  # of each step in flight, when it was launched; None: it is empty
         self._free_at = 0  # when the last one was seen to be done
         self._is_awaited = False  # the last step had rows
@@ -402,5 +398,7 @@ class DeviceStats:
         if grammars is not None:
             row[StatusBoard.GRAMMARS_OPEN] = grammars.open
             counts += (grammars.compiled, grammars.compile_ns, grammars.masks, grammars.mask_ns)
-        for (word, former), count in zip(self._former.items(), counts, strict=False):
-            row[word] = former + count
+        if counts != self._counts:
+            self._counts = counts
+            for (word, former), count in zip(self._former.items(), counts, strict=False):
+                row[word] = former + count

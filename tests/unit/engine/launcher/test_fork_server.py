@@ -207,7 +207,7 @@ async def test_packages_that_were_installed_again_are_one_warning(
         must_fork(server)
         must_fork(server)
         assert len(reasons(log)) == 1
-        await server.renew(START)
+        await server.renew()
         must_fork(server)
         assert len(reasons(log)) == 1
 
@@ -238,14 +238,17 @@ async def test_fork_server_is_replaced_when_the_environment_has_changed(monkeypa
 
 
 @in_a_loop
-async def test_renewed_fork_server_is_another_process_and_gives_up_in_time(log: pytest.LogCaptureFixture) -> None:
+async def test_renewed_fork_server_is_another_process_and_gives_up_in_time(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
     async with serving(lives.import_nothing) as server:
         assert server._server is not None
         pid = server._server.process.pid
-        await server.renew(START)
+        await server.renew()
         assert server._server.process.pid != pid
         server._imports = lives.import_for_ever
-        await server.renew(0.2)
+        monkeypatch.setattr(fork_server, "IMPORTS_TIMEOUT_S", 0.2)
+        await server.renew()
         assert server.fork(lives.describe, (), "") is None
         assert reasons(log) == ["imports have not ended within 0.2 s"]
 
@@ -256,7 +259,7 @@ async def test_cancelled_renewal_does_not_go_on_when_imports_end(iterations: int
     """The launcher stops when imports have just ended: a migration that went on would restart its groups."""
     server = ForkServer(lives.import_nothing)
     try:
-        renewal = asyncio.get_running_loop().create_task(server.renew(START))
+        renewal = asyncio.get_running_loop().create_task(server.renew())
         while not server._waiting:
             await asyncio.sleep(0)
         server._settle()
@@ -301,23 +304,24 @@ async def test_early_process_that_has_ended_is_replaced(monkeypatch: pytest.Monk
         process.join()
 
 
+@pytest.mark.parametrize("is_stopped", [True, False])
 @in_a_loop
-async def test_early_process_that_is_stopped_is_given_up(
-    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_early_process_that_hangs_is_given_up(
+    is_stopped: bool, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_fork_server, "import_engine", lives.import_for_ever)
+    monkeypatch.setattr(fork_server, "IMPORTS_TIMEOUT_S", 2 * START if is_stopped else 0.2)
     early_fork_server.start_early([])
     pid = early_fork_server._early[0].process.pid
     assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # SIGCHLD has come before the launcher handles it
-    server = ForkServer(lives.import_nothing)
-    try:
-        server.start()
-        await settled(server)
-        assert reasons(log) == ["stopped by a signal"]
-    finally:
-        server.close()
+    if is_stopped:
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # SIGCHLD has come before the launcher handles it
+    async with serving(lives.import_nothing) as server:
+        expected = "stopped by a signal" if is_stopped else "imports have not ended within 0.2 s"
+        assert reasons(log) == [expected] and str(pid) not in children()
+        assert is_stopped or server.fork(lives.describe, (), "") is None
+        assert len(reasons(log)) == 1
 
 
 def test_early_process_ends_with_a_command_that_does_not_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
