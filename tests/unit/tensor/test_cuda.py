@@ -5,6 +5,7 @@ import ctypes
 import gc
 import itertools
 import os
+import signal
 import textwrap
 import weakref
 from collections.abc import Iterator
@@ -29,7 +30,9 @@ from penstock.tensor.cuda import (
     Uploads,
     driver_of,
     torch_driver,
+    virtual_memory,
 )
+from penstock.tensor.cuda.driver import StoppedProducer
 from penstock.tensor.cuda.torch_driver import LegacyHandle, TorchDriver
 from penstock.tensor.cuda.virtual_memory import DescriptorHandle, VirtualMemory, receive_descriptor
 from penstock.tensor.kinds import KINDS
@@ -367,6 +370,32 @@ def test_descriptor_is_sent_by_a_living_producer_alone() -> None:
     eventually(pool.close)
     with pytest.raises(DeviceError, match="expected a producer that lives"):
         receive_descriptor(handle.socket)
+
+
+def test_stopped_producer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[str] = []
+
+    def receive(name: str) -> int:
+        waits.append(name)
+        return receive_descriptor(name)
+
+    monkeypatch.setattr(virtual_memory, "receive_descriptor", receive)
+    with Store(MIB) as host:
+        with program(PRODUCER, host.ticket, within=90) as producer:
+            pool = CudaPool.attach(producer.hear())
+            tensors = CudaTensors(pool, host)
+            producer.say(msgspec.json.encode(tensors.place).hex())
+            refs = [msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference) for _ in range(2)]
+            producer.kill(signal.SIGSTOP)
+            eventually(producer.is_stopped)
+            with pytest.raises(StoppedProducer, match="continue or kill the process"):
+                tensors.view(refs[0])
+            with pytest.raises(StoppedProducer):
+                tensors.view(refs[1])
+            assert len(waits) == 1
+            producer.kill(signal.SIGCONT)
+        tensors.close()
+        pool.close()
 
 
 CALLS = ("cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle")

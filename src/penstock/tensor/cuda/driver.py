@@ -22,6 +22,16 @@ class DeviceError(PenstockError, RuntimeError):
     """The device's driver refused a call; the text is the driver's."""
 
 
+class StoppedProducer(DeviceError):
+    """The producer of device memory lives, and has not sent the memory's descriptor in time."""
+
+    def __str__(self) -> str:
+        return (
+            "expected a descriptor from the producer of device memory, got none in time: the producer is stopped "
+            "(continue or kill the process), or the machine is overloaded"
+        )
+
+
 class ForeignDevice(PenstockError, ValueError):
     """The memory is of a device that this process does not use, and so will not touch."""
 

@@ -14,14 +14,16 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 
-from penstock.tensor.cuda.driver import DeviceError
+from penstock.tensor.cuda.driver import DeviceError, StoppedProducer
 
-SEND_TIMEOUT_S = 10.0  # of a descriptor, until which the producer counts as stopped
+SEND_TIMEOUT_S = 1.0  # of a descriptor, until which the producer counts as stopped: the steps of a worker wait, too
+STOPPED_RETRY_S = 30.0  # between two waits for a stopped producer: calls between them fail at once
 ACCEPT_RETRY_S = 0.05  # after an error that passes, as when the process has no descriptor left
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
@@ -78,12 +80,14 @@ def is_own_user(connection: socket.socket) -> bool:
 
 
 def receive_descriptor(name: str) -> int:
-    """Returns the descriptor that a server sends. Raises DeviceError."""
+    """Returns the descriptor that a server sends. Raises DeviceError, of which StoppedProducer after SEND_TIMEOUT_S."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(SEND_TIMEOUT_S)
         try:
             connection.connect(f"\0{name}")
             fds = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)[1] if is_own_user(connection) else []
+        except (TimeoutError, BlockingIOError):  # nothing is sent, or the queue of connections is full
+            raise StoppedProducer from None
         except OSError as error:
             raise DeviceError(
                 f"the producer of device memory sends no descriptor: {error}: expected a producer that lives, in the "
@@ -111,6 +115,7 @@ class VirtualMemory:
         self._granularity = int(ask("cuMemGetAllocationGranularity", self._properties, minimum)[0])
         self._nbytes: dict[int, int] = {}  # of each mapping, by address
         self._servers: dict[int, DescriptorServer] = {}  # of what was allocated here
+        self._stopped: dict[str, float] = {}  # time of the next wait for a stopped producer, by the handle's socket
 
     @staticmethod
     def is_supported(cuda: Any, ask: Callable[..., tuple[Any, ...]], number: Any) -> bool:
@@ -155,8 +160,8 @@ class VirtualMemory:
         return None if server is None else DescriptorHandle(server.name, self._nbytes[address])
 
     def open(self, handle: DescriptorHandle) -> int:
-        """Maps the memory of another process for this device."""
-        fd = receive_descriptor(handle.socket)
+        """Maps the memory of another process for this device. Raises DeviceError."""
+        fd = self._receive(handle.socket)
         try:
             (memory,) = self._ask("cuMemImportFromShareableHandle", fd, self._kind)
         finally:
@@ -177,6 +182,18 @@ class VirtualMemory:
         self._ask("cuMemUnmap", address, nbytes)
         self._ask("cuMemAddressFree", address, nbytes)
         return True
+
+    def _receive(self, name: str) -> int:
+        """Waits for a stopped producer once in STOPPED_RETRY_S: each image of the producer would wait else."""
+        now = time.monotonic()
+        self._stopped = {each: retry_at for each, retry_at in self._stopped.items() if retry_at > now}
+        if name in self._stopped:
+            raise StoppedProducer
+        try:
+            return receive_descriptor(name)
+        except StoppedProducer:
+            self._stopped[name] = time.monotonic() + STOPPED_RETRY_S
+            raise
 
     def _map(self, memory: Any, nbytes: int, access: list[Any]) -> int:
         address = int(self._ask("cuMemAddressReserve", nbytes, 0, 0, 0)[0])
