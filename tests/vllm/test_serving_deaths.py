@@ -13,7 +13,11 @@ from tests.support import peer, tiny_models
 from tests.support.vllm_server import START, VllmServer, serving
 
 PROMISED = 0.5  # seconds from the kill until a client has its error, and /health says so
+<<<<<<< HEAD
 SLACK = 4.0  # on a machine that has other work (the figures are printed); 9 s without the plugin
+=======
+SLACK = 1.0  # on a machine that has other work; the figures themselves are printed
+>>>>>>> parent of 833d6a29 (vllm: the limit of a death with two API servers holds at load 14; the median is printed, not asserted)
 
 pytestmark = pytest.mark.timeout(3 * START)
 
@@ -40,7 +44,7 @@ def test_clients_of_two_api_servers_get_the_death_of(process: str, tmp_path: Pat
         server.seconds_until_end()
     took = sorted(at - killed_at for at, _ in errors)
     print(f"{len(errors)} of {len(streams)} clients: {took}; /health after {unhealthy_after:.2f} s")
-    assert max(*took, unhealthy_after) <= PROMISED + SLACK
+    assert took[len(took) // 2] <= PROMISED and max(*took, unhealthy_after) <= PROMISED + SLACK
     assert all(message.endswith(f"{process} (pid {victim}) died: killed by SIGKILL") for _, message in errors)
     assert all(stream.ended_at - killed_at <= PROMISED + SLACK for stream in streams)
     assert process != "EngineCore" or len(errors) == len(streams)

@@ -180,12 +180,11 @@ class ApiServer:
                 Route(
                     f"/v1/responses/{{response_id}}{path}",
                     Endpoint(self._admission, "responses", answer),
-                    methods=[method],
+                    methods=methods,
                 )
-                for method, path, answer in (
-                    ("GET", "", self._responses.show),
-                    ("DELETE", "", self._responses.delete),
-                    ("GET", "/input_items", self._responses.list_input),
+                for path, answer, methods in (
+                    ("", self._responses.show_or_delete, ["GET", "DELETE"]),
+                    ("/input_items", self._responses.list_input, ["GET"]),
                 )
             ),
             Route("/metrics", Endpoint(self._admission, "metrics", self._show_metrics), methods=["GET"]),

@@ -58,6 +58,13 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class SystemBlock(msgspec.Struct):
+    """A tag of a struct that stands in no union is not required; `type` is."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Base64Source(msgspec.Struct, tag_field="type", tag="base64"):
     data: str
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
@@ -103,7 +110,7 @@ class InputMessage(msgspec.Struct):
     content: str | list[TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock]
 
 
-def _texts(content: str | list[TextBlock]) -> str:
+def _texts(content: str | list[TextBlock] | list[SystemBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
 
@@ -218,7 +225,7 @@ def _chat_choice(choice: MessageToolChoice | None) -> ToolChoice | None:
 @register_body
 class CountTokensRequest(Sampling, kw_only=True):
     messages: Annotated[list[InputMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: str | list[TextBlock] | None = None
+    system: str | list[SystemBlock] | None = None
     tools: Annotated[list[MessageTool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     stop_sequences: Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None

@@ -140,15 +140,14 @@ class ResponsesRoutes:
         return account_of(request, None, True) if self._has_keys else ""
 
     # ── stored responses ──
-    async def show(self, request: Request) -> Response:
+    async def show_or_delete(self, request: Request) -> Response:
+        if request.method == "DELETE":
+            name = request.path_params["response_id"]
+            self._store.delete(self._owner(request), name)
+            return json_response({"id": name, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
             raise ApiError(400, "a stored response is not streamed: expected no stream in the query", param="stream")
         return Response(bytes((await self._turn(request)).response), media_type="application/json")
-
-    async def delete(self, request: Request) -> Response:
-        name = request.path_params["response_id"]
-        self._store.delete(self._owner(request), name)
-        return json_response({"id": name, "object": "response", "deleted": True})
 
     async def list_input(self, request: Request) -> Response:
         """Lists the items of a response's input, the last first unless `order` says otherwise."""
