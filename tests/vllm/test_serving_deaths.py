@@ -13,11 +13,7 @@ from tests.support import peer, tiny_models
 from tests.support.vllm_server import START, VllmServer, serving
 
 PROMISED = 0.5  # seconds from the kill until a client has its error, and /health says so
-<<<<<<< HEAD
-SLACK = 4.0  # on a machine that has other work (the figures are printed); 9 s without the plugin
-=======
 SLACK = 1.0  # on a machine that has other work; the figures themselves are printed
->>>>>>> parent of 833d6a29 (vllm: the limit of a death with two API servers holds at load 14; the median is printed, not asserted)
 
 pytestmark = pytest.mark.timeout(3 * START)
 
