@@ -23,7 +23,7 @@ import msgspec
 from penstock.tensor.cuda.driver import DeviceError, StoppedProducer
 
 SEND_TIMEOUT_S = 1.0  # of a descriptor, until which the producer counts as stopped: the steps of a worker wait, too
-STOPPED_RETRY_S = 30.0  # between two waits for a stopped producer: calls between them fail at once
+STOPPED_RETRY_S = 10.0  # between two waits for a stopped producer: calls between them fail at once
 ACCEPT_RETRY_S = 0.05  # after an error that passes, as when the process has no descriptor left
 CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
