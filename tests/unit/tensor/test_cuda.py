@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import textwrap
+import time
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -312,7 +313,7 @@ pool = CudaPool.create(1 << 25)
 tensors = CudaTensors(pool, Store.attach(sys.argv[1]))
 say(pool.ticket)
 place = msgspec.json.decode(bytes.fromhex(hear()), type=Place)
-for value in (1, 2):
+for value in (1, 2, 3):
     ref = tensors.put(torch.full((1 << 20,), value, dtype=torch.uint8, device="cuda"), [place])
     say(msgspec.msgpack.encode(ref).hex())
 hear()
@@ -380,12 +381,13 @@ def test_stopped_producer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) ->
         return receive_descriptor(name)
 
     monkeypatch.setattr(virtual_memory, "receive_descriptor", receive)
+    monkeypatch.setattr(virtual_memory, "STOPPED_RETRY_S", 3.0)
     with Store(MIB) as host:
         with program(PRODUCER, host.ticket, within=90) as producer:
             pool = CudaPool.attach(producer.hear())
             tensors = CudaTensors(pool, host)
             producer.say(msgspec.json.encode(tensors.place).hex())
-            refs = [msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference) for _ in range(2)]
+            refs = [msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference) for _ in range(3)]
             producer.kill(signal.SIGSTOP)
             eventually(producer.is_stopped)
             with pytest.raises(StoppedProducer, match="continue or kill the process"):
@@ -394,6 +396,8 @@ def test_stopped_producer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) ->
                 tensors.view(refs[1])
             assert len(waits) == 1
             producer.kill(signal.SIGCONT)
+            time.sleep(virtual_memory.STOPPED_RETRY_S)
+            assert int(tensors.view(refs[2])[0].item()) == 3 and len(waits) == 2
         tensors.close()
         pool.close()
 

@@ -24,7 +24,7 @@ MAX_UNLOADED = 64  # of which names are known, for requests that still have them
 class AdapterList(msgspec.Struct, frozen=True):
     adapters: tuple[Adapter, ...]
     unloaded: tuple[Adapter, ...] = ()  # the last ones
-    unnamed: tuple[Adapter, ...] = ()  # of the last change: engines may have them until a server process has ended it
+    unnamed: tuple[Adapter, ...] = ()  # engines may have them until a server process has unloaded them
 
     def with_unnamed(self, adapter: Adapter) -> AdapterList:
         """Returns the list with an adapter that engines begin to load."""
@@ -34,7 +34,8 @@ class AdapterList(msgspec.Struct, frozen=True):
         """Returns the list with an adapter, in place of the one with the same name."""
         others = tuple(other for other in self.adapters if other.name != adapter.name)
         former = tuple(other for other in self.adapters if other.name == adapter.name)
-        return AdapterList((*others, adapter), self._with_unloaded(former, adapter.digest), former)
+        unnamed = tuple(other for other in self.unnamed if other.digest != adapter.digest)
+        return AdapterList((*others, adapter), self._with_unloaded(former, adapter.digest), (*unnamed, *former))
 
     def without(self, adapter: Adapter) -> AdapterList:
         others = tuple(other for other in self.adapters if other.name != adapter.name)

@@ -115,6 +115,7 @@ class VirtualMemory:
         self._granularity = int(ask("cuMemGetAllocationGranularity", self._properties, minimum)[0])
         self._nbytes: dict[int, int] = {}  # of each mapping, by address
         self._servers: dict[int, DescriptorServer] = {}  # of what was allocated here
+        self._lock = threading.Lock()  # of `_stopped`: threads open the memory of several producers
         self._stopped: dict[str, float] = {}  # time of the next wait for a stopped producer, by the handle's socket
 
     @staticmethod
@@ -186,13 +187,15 @@ class VirtualMemory:
     def _receive(self, name: str) -> int:
         """Waits for a stopped producer once in STOPPED_RETRY_S: each image of the producer would wait else."""
         now = time.monotonic()
-        self._stopped = {each: retry_at for each, retry_at in self._stopped.items() if retry_at > now}
-        if name in self._stopped:
-            raise StoppedProducer
+        with self._lock:
+            self._stopped = {each: retry_at for each, retry_at in self._stopped.items() if retry_at > now}
+            if name in self._stopped:
+                raise StoppedProducer
         try:
             return receive_descriptor(name)
         except StoppedProducer:
-            self._stopped[name] = time.monotonic() + STOPPED_RETRY_S
+            with self._lock:
+                self._stopped[name] = time.monotonic() + STOPPED_RETRY_S
             raise
 
     def _map(self, memory: Any, nbytes: int, access: list[Any]) -> int:
