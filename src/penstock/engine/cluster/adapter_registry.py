@@ -24,7 +24,7 @@ MAX_UNLOADED = 64  # of which names are known, for requests that still have them
 class AdapterList(msgspec.Struct, frozen=True):
     adapters: tuple[Adapter, ...]
     unloaded: tuple[Adapter, ...] = ()  # the last ones
-    unnamed: tuple[Adapter, ...] = ()  # engines may have them until a server process has unloaded them
+    unnamed: tuple[Adapter, ...] = ()  # that engines may still have: the next change unloads these
 
     def with_unnamed(self, adapter: Adapter) -> AdapterList:
         """Returns the list with an adapter that engines begin to load."""

@@ -44,7 +44,7 @@ def test_adapter_in_place_of_another_leaves_the_former_name(registry: AdapterReg
     assert len(adapters.unloaded) == MAX_UNLOADED and len(adapters.adapters) == 2
 
 
-def test_adapter_that_stays_in_engines_stays_unnamed_when_another_is_loaded() -> None:
+def test_adapter_in_engines_stays_unnamed_when_another_is_loaded() -> None:
     adapters = AdapterList((), unnamed=(adapter("sql", 1),))
     loaded = adapters.with_unnamed(adapter("poems", 2)).with_loaded(adapter("poems", 2))
     assert loaded.unnamed == (adapter("sql", 1),)
