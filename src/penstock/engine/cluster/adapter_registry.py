@@ -24,7 +24,7 @@ MAX_UNLOADED = 64  # of which names are known, for requests that still have them
 class AdapterList(msgspec.Struct, frozen=True):
     adapters: tuple[Adapter, ...]
     unloaded: tuple[Adapter, ...] = ()  # the last ones
-    unnamed: tuple[Adapter, ...] = ()  # that engines may still have: the next change unloads these
+    unnamed: tuple[Adapter, ...] = ()  # what engines may still have
 
     def with_unnamed(self, adapter: Adapter) -> AdapterList:
         """Returns the list with an adapter that engines begin to load."""
