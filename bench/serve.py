@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,47 +124,44 @@ def measure(run: Run, scale: Scale) -> goals.Found:
                 server.stop()
             servers.up.clear()
     if "pages" in expected and OURS in ways:
-        try:
+        with failures_recorded(servers, "pages"):
             result.pages, result.page_cost = pages.pages(
                 servers, directory_of(served, servers), scale.pages, served.dtype
             )
-        except (Failed, OSError) as failure:
-            servers.output.say(f"\npages: {failure}")
-            servers.output.record("failed", OURS, reason=str(failure))
     if {"streams", "gone"} & set(expected) and OURS in ways:
         simulated = Ours.simulated(scale.streams, servers.scratch / "simulated.log")
-        try:
+        with failures_recorded(servers, "the simulated device"), contextlib.ExitStack() as stack:
+            stack.callback(simulated.stop)
             result.starts.setdefault(OURS, simulated.wait_for_an_answer())
             if "streams" in expected:
                 result.streams = cases.many_streams(servers, simulated, scale.streams, scale.stream_tokens)
             if "gone" in expected:
                 result.gone = cases.clients_that_go(servers, simulated, scale.disconnects)
-        except (Failed, OSError) as failure:
-            servers.output.say(f"\nthe simulated device: {failure}")
-            servers.output.record("failed", OURS, reason=str(failure))
-        finally:
-            simulated.stop()
     if {"burst", "step"} & set(expected) and OURS in ways:
-        try:
+        with failures_recorded(servers, "the front"):
             if "burst" in expected:
                 result.burst = front.burst(servers, scale.burst, servers.rounds)
             if "step" in expected:
                 result.step = front.light_step(servers, servers.rounds)
-        except (Failed, OSError) as failure:
-            servers.output.say(f"\nthe front: {failure}")
-            servers.output.record("failed", OURS, reason=str(failure))
     if "migration" in expected and OURS in ways:
         directory = directory_of(served, servers)
-        try:
+        with failures_recorded(servers, "migration"):
             result.pauses = pauses.pauses(
                 servers, directory, model.longest(directory), scale.kills, scale.migrating_streams
             )
             result.kept_memory = pauses.kept_memory(servers, servers.rounds, scale.kept_requests)
-        except (Failed, OSError) as failure:
-            servers.output.say(f"\nmigration: {failure}")
-            servers.output.record("failed", OURS, reason=str(failure))
     cases.starts_told(servers, result.starts)
     return result
+
+
+@contextlib.contextmanager
+def failures_recorded(servers: Servers, name: str) -> Iterator[None]:
+    """A case that fails is named with the reason, and the next begins."""
+    try:
+        yield
+    except (Failed, OSError) as failure:
+        servers.output.say(f"\n{name}: {failure}")
+        servers.output.record("failed", OURS, reason=str(failure))
 
 
 def directory_of(served: Served, servers: Servers) -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 from bench.harness.figures import Figures, quantile
 from bench.harness.output import short
 from bench.harness.turns import Outcome, Turns
-from bench.serve_cases.servers import LLAMA, NAME, OURS, PEERS, Failed, Ours, Server
+from bench.serve_cases.servers import LLAMA, NAME, OURS, PEERS, Failed, Ours, Server, post_of
 
 PATIENCE = 400.0  # seconds; for one load
 GONE = 5.0  # seconds in which an abandoned request is to be gone
@@ -230,9 +230,9 @@ def clients_that_go(servers: Servers, server: Ours, times: int) -> Figures:
 def gone_after(server: Ours) -> float:
     """Raises Failed where it is still known of after a while."""
     nothing = server.open_requests()
-    body = json.dumps({"model": NAME, "prompt": "hello", "max_tokens": 1000, "stream": True}).encode()
+    body = {"model": NAME, "prompt": "hello", "max_tokens": 1000, "stream": True}
     with socket.create_connection(("127.0.0.1", server.port), GONE) as client:
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        client.sendall(post_of("/v1/completions", body))
         text = b""
         while b"data: " not in text:
             text += client.recv(65536) or b"data: "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import selectors
 import socket
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from bench.harness.figures import Figures, quantile
 from bench.harness.output import short
 from bench.serve_cases.cases import Servers
-from bench.serve_cases.servers import NAME, OURS, Failed, Ours
+from bench.serve_cases.servers import NAME, OURS, Failed, Ours, post_of
 
 ROLES = ("server", "core", "worker", "output")
 WORDS = "What do you see in this picture, and which of them is the largest? "  # 68 tokens of bytes
@@ -57,7 +56,7 @@ def _one_burst(server: Ours, chats: int) -> tuple[list[float], dict[str, float]]
         begins = []
         for number, connection in enumerate(connections):
             begins.append(time.perf_counter())
-            connection.sendall(_chat(server.port, ANSWER_TOKENS))
+            connection.sendall(_chat(ANSWER_TOKENS))
             selector.register(connection, selectors.EVENT_READ, number)
         times = _read_answers(selector, begins)
     return times, {role: cpu - before.get(role, 0.0) for role, cpu in server.cpu_seconds().items()}
@@ -103,7 +102,7 @@ def light_step(servers: Servers, rounds: int) -> Figures:
 def _one_stream(server: Ours) -> Figures:
     with contextlib.ExitStack() as stack:
         connection = _connect(stack, server.port)
-        connection.sendall(_chat(server.port, 4_000))
+        connection.sendall(_chat(4_000))
         _count_tokens(connection, STEP_WARM_UP_S)
         before = server.cpu_seconds()
         tokens = _count_tokens(connection, STEP_S)
@@ -128,8 +127,6 @@ def _connect(stack: contextlib.ExitStack, port: int) -> socket.socket:
     return connection
 
 
-def _chat(port: int, tokens: int) -> bytes:
+def _chat(tokens: int) -> bytes:
     chat = {"model": NAME, "messages": [{"role": "user", "content": WORDS}], "max_tokens": tokens}
-    body = json.dumps({**chat, "stream": True, "ignore_eos": True}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+    return post_of("/v1/chat/completions", {**chat, "stream": True, "ignore_eos": True})

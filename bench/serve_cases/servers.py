@@ -223,10 +223,22 @@ class Ours(Server):
         return killed, restarted_in
 
 
-class Theirs(Server):
-    """vLLM's server, from the peer interpreter. Its idle processes look around for work all the time: so they are
-    stopped while others are measured.
-    """
+class BusyServer(Server):
+    """Idle processes of this server poll for work all the time: they are stopped while others are measured."""
+
+    def rest(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+class Theirs(BusyServer):
+    """vLLM's server, from the peer interpreter."""
 
     name = THEIRS
     roles_in_log = re.compile(r"\((APIServer|EngineCore|Worker)\w* pid=(\d+)\)")
@@ -256,20 +268,9 @@ class Theirs(Server):
         usual = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         return cls(command, {**usual, **(environment or {})}, port, log)
 
-    def rest(self) -> None:
-        self._signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, number)
-
-
-class Llama(Server):
-    """llama.cpp's server with all processors, flash attention and a batch of prompts as large as ours. It is one
-    process, and is stopped while others are measured, as its threads wait busily."""
+class Llama(BusyServer):
+    """llama.cpp's server, one process, with all processors, flash attention and a batch of prompts as large as ours."""
 
     name = LLAMA
     slots = 8  # requests at a time; each has its share of the context
@@ -292,11 +293,11 @@ class Llama(Server):
     def cpu_seconds(self) -> dict[str, float]:
         return {"worker": sum(super().cpu_seconds().values())}
 
-    def rest(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
+def post_of(path: str, body: Mapping[str, Any]) -> bytes:
+    """Returns a request for a raw connection."""
+    data = json.dumps(body).encode()
+    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(data)) + data
 
 
 def free_port() -> int:
