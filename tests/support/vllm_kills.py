@@ -8,16 +8,15 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tests.support import peer, tiny_models
+from tests.vllm.inside.campaign import exit_at_signals
 
 INSIDE = peer.ROOT / "tests" / "vllm" / "inside"
 # Pids of a server's processes are read from its log; an executor's log would be tracebacks of survivors.
@@ -61,11 +60,7 @@ def run_campaign(name: str, options: Sequence[str], folder: Path, limit: float) 
 
 
 def main() -> int:
-    def end(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        sys.exit(128 + number)
-
-    signal.signal(signal.SIGTERM, end)
+    exit_at_signals()
     with tempfile.TemporaryDirectory() as scratch, campaign_of(sys.argv[1], sys.argv[2:], Path(scratch)) as process:
         return process.wait()
 

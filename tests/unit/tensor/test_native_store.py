@@ -6,13 +6,14 @@ Keys, writers and readers: test_store, test_loan. Deaths: crash/test_kept.
 import hashlib
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from penstock import MemoryExhausted, _native
+from penstock import ClosedError, MemoryExhausted, _native
 from tests.conftest import eventually
-from tests.support.processes import soon, thread
+from tests.support.processes import forked, soon, thread
 
 NBYTES = 64 << 10
 
@@ -216,3 +217,26 @@ def test_stats_have_size_age_and_holders_of_each_value() -> None:
     assert (nbytes, hits, holders, is_filling) == (7, 0, 1, True)
     assert peer.numbers("hits", "misses", "puts", "evictions", "abandoned") == (3, 2, 2, 0, 0)
     del leases, writing
+
+
+def test_store_is_refused_in_a_forked_child_and_parent_goes_on() -> None:
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), 5, 0)
+
+    def child() -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: peer.store.get(key("a")),
+            lambda: peer.store.begin(key("b"), 1, 0),
+            lambda: peer.store.commit(lease),
+            lambda: peer.store.abandon(lease),
+            lambda: peer.store.clear(),
+            peer.store.stats,
+        ]
+        for call in calls:
+            with pytest.raises(ClosedError, match="before fork"):
+                call()
+        lease.release()
+
+    assert forked(child) == 0
+    assert peer.store.commit(lease)
+    assert peer.read("a") == bytes(5)

@@ -1,4 +1,4 @@
-"""Measuring channels of running processes: what is seen, what was missed, how it ends; and no process notices."""
+"""Measuring channels of running processes: what is seen, what was missed, and how it ends."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 import penstock
 from penstock import cli
-from penstock.tools.capture import command
+from penstock.tools.capture import command, live_capture
 from penstock.tools.capture.capture_file import CaptureFile
 from tests.conftest import eventually, spawn
 
@@ -42,6 +42,15 @@ def send_slowly(channel: Any) -> None:
                 receiver.receive()
             number += 1
             time.sleep(0.001)
+
+
+def send_at_full_speed(channel: Any) -> None:
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
+        while True:
+            for _ in range(100):
+                sender.send(b"x" * 100)
+            for _ in range(100):
+                receiver.receive()
 
 
 def lines_of(text: str) -> dict[str, list[dict[str, Any]]]:
@@ -99,6 +108,30 @@ def test_recording_has_the_figures_of_the_live_capture(tmp_path: Path, capsys: p
         assert again["field"] == first["field"]
         (source,) = CaptureFile(path).sources
         assert source.name == "steps" and b"Step" in source.schema
+
+
+def test_captured_and_missed_messages_add_up_under_load() -> None:
+    with penstock.Ring(name="fast", capacity=1 << 16) as ring, spawn(send_at_full_speed, ring) as child:
+        eventually(lambda: has_sent(ring), within=20)
+        assert child.pid is not None
+        watched = live_capture.channels_of(child.pid, None)
+        first: int | None = None
+        last = observed = missed = 0
+        for entry in live_capture.entries(watched, 0.7):
+            if entry is None:
+                continue
+            if entry.missed:
+                missed += entry.missed
+                continue
+            assert entry.frame == b"x" * 100
+            first = entry.sequence if first is None else first
+            last = entry.sequence
+            observed += 1
+            if observed % 50 == 0:
+                time.sleep(0.01)  # slower than the sender
+        assert missed > 0, "this was no load"
+        assert first is not None
+        assert observed <= last - first + 1 <= observed + missed
 
 
 def test_capture_ends_with_its_table_when_the_channel_is_gone(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ async def must_fork_again(server: ForkServer) -> None:
 
 
 def must_fork(server: ForkServer) -> None:
+    assert server._timer is None, "imports have ended"
     process, _ = running(lives.describe, server.fork)
     assert process is not None
     process.join()

@@ -1,5 +1,7 @@
 """Routes that load and unload LoRA adapters: there only where they are allowed, and whole even if an engine fails."""
 
+import asyncio
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from penstock.engine.protocol.lora import Adapter
 from penstock.environment import ALLOW_RUNTIME_LORA
 from penstock.server.errors import ApiError
 from penstock.server.http.adapter_routes import AdapterRoutes, LoadAdapter
+from tests.conftest import spawn
 from tests.support.loops import in_a_loop
 
 SQL, NEWER = Adapter("sql", "/sql", b"1" * 32), Adapter("sql", "/newer", b"2" * 32)
@@ -48,6 +51,10 @@ class Loader:
         return self.restarts < 0
 
 
+def lock(registry: AdapterRegistry) -> None:
+    sys.exit(not registry.lock())
+
+
 class Scene:
     def __init__(self, registry: AdapterRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
         self.adapters, self.registry = Loader(), registry
@@ -55,6 +62,12 @@ class Scene:
         client: Any = self
         self.routes = AdapterRoutes(EngineConfig(model="/m"), client, NOTHING, ("m",), registry)
         monkeypatch.setattr(self.routes, "_read", lambda name, path: next(a for a in (SQL, NEWER) if a.path == path))
+
+    def is_unlocked(self) -> bool:
+        """Asks in another process: a lock does not exclude the process that holds the lock."""
+        with spawn(lock, self.registry) as process:
+            process.join()
+            return process.exitcode == 0
 
     async def load(self, adapter: Adapter, *, in_place: bool = False) -> None:
         await self.routes._load_everywhere(LoadAdapter(adapter.name, adapter.path, in_place))
@@ -87,7 +100,7 @@ async def test_adapter_that_an_engine_refuses_is_nowhere(scene: Scene) -> None:
         await scene.load(SQL)
     assert scene.adapters.calls == [("load", "/sql"), ("unload", "/sql")]
     assert scene.registry.read() == AdapterList(()) and not scene.routes.by_name
-    assert scene.registry.lock()
+    assert scene.is_unlocked()
 
 
 @in_a_loop
@@ -164,7 +177,7 @@ async def test_next_process_unloads_what_has_no_name(scene: Scene, is_named: boo
     await scene.routes.settle()
     assert scene.adapters.calls == ([] if is_named else [("unload", "/sql")])
     assert scene.registry.read() == AdapterList(names)
-    assert scene.registry.lock()
+    assert scene.is_unlocked()
 
 
 @in_a_loop
@@ -187,3 +200,14 @@ async def test_adapter_without_room_in_the_registry_is_refused(scene: Scene, mon
     with pytest.raises(ApiError, match="expected names and paths of adapters of at most 70 bytes, got") as refused:
         await scene.load(SQL)
     assert refused.value.status == 400 and not scene.adapters.calls
+
+
+@in_a_loop
+async def test_next_process_settles_behind_a_change_of_its_own(scene: Scene) -> None:
+    async with scene.routes._changing() as registry:
+        registry.write(AdapterList((), unnamed=(SQL,)))
+        settling = asyncio.ensure_future(scene.routes.settle())
+        await asyncio.sleep(0.01)
+        assert not scene.adapters.calls
+    await settling
+    assert scene.adapters.calls == [("unload", "/sql")]
