@@ -87,8 +87,6 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
                 *(cluster.config, shared.options, client, reader, tally, board, me.index),
                 *(segments, budget, shared.response_store, cluster.adapters),
             )
-            if api.lora is not None:
-                await api.lora.settle()
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
             stopping = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
@@ -96,8 +94,11 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
             gc.set_threshold(COLLECT_AFTER)
             await server.start(shared.listener, BACKLOG, cluster.config.api_server_count, tls_context(shared.options))
             row[ProcessCounters.SERVING] = 1
+            settling = None if api.lora is None else asyncio.ensure_future(api.lora.settle())
             await stopping.wait()
             row[ProcessCounters.SERVING] = 2
+            if settling is not None:
+                settling.cancel()  # the next process ends the change
             await server.stop(cluster.config.shutdown_timeout)
             api.close()
 

@@ -99,7 +99,8 @@ class OutputState:
     # ── samples ──
     def _start(self, started: Started) -> None:
         slot, params, vocabulary = started.slot, started.params, self._vocabulary
-        self._is_open[slot], self._few = True, None
+        self._is_open[slot] = True
+        self._few = None
         self._generated[slot] = len(started.generated)
         self._servers[slot], self._requests[slot], self._samples[slot] = started.server, started.request, started.sample
         if started.cached:
@@ -108,8 +109,7 @@ class OutputState:
         self._bases[slot] = (table if params.detokenize else vocabulary.NO_TEXT) * vocabulary.stride
         self._firsts[slot] = char_bloom("".join(stop[0] for stop in params.stop))
         self._started[slot] = started
-        self._texts[slot] = None
-        self._writers[slot] = None
+        self._texts[slot] = self._writers[slot] = None
         self._marks[slot] = self._reasoning[slot] = 0
         if started.chunk_format is not None:
             self._choose_writer(slot, started.chunk_format, started.sample)

@@ -33,7 +33,7 @@ from penstock.engine.worker import weight_loader
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, set_threads
 from penstock.engine.worker.cpu_threads import share
 from penstock.engine.worker.device import EncodingCounts, LazyGrammars, TorchPendingStep
-from penstock.engine.worker.model import load_on_cpu
+from penstock.engine.worker.model import load_on_cpu, quantization_of
 from penstock.engine.worker.model_runner import FULL_STEP_TOKENS
 from penstock.engine.worker.paged_attention import NAME, AttentionStyle
 from penstock.engine.worker.pooler import Pooler
@@ -148,7 +148,7 @@ class EncoderRunner:
 def load_encoder(path: Path, dtype: str, shared: SharedWeights | None, *, has_classifier: bool) -> Any:
     """Loads a model of transformers, with packed linear layers. Raises ValueError if it is not supported."""
     config = AutoConfig.from_pretrained(path, local_files_only=True)
-    require_family(config.model_type, config.architectures or (), getattr(config, "quantization_config", None))
+    require_family(config.model_type, config.architectures or (), quantization_of(config))
     chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     kind: Any = AutoModelForSequenceClassification if has_classifier else AutoModel
     # Some files lack the layer that a classifier has behind the first position, and vectors need none.

@@ -60,7 +60,8 @@ def run(cluster: Cluster, me: ProcessId) -> Worker:
 
 def device_of(cluster: Cluster, me: ProcessId) -> Device:
     """Creates the worker's device. Blocks until all ranks have joined, and the model is loaded."""
-    config, puller = cluster.config, None
+    config = cluster.config
+    puller = None
     if cluster.store is not None and cluster.pulls:
         puller = Puller(cluster.pulls[me.group], me.index, cluster.store, name=str(me))
 

@@ -149,13 +149,14 @@ class AdapterRoutes:
 
     async def settle(self) -> None:
         """Ends the change of a server process that was killed meanwhile. A process that has the lock has done so."""
-        if self._registry.read().unnamed and self._registry.lock():
-            try:
-                await self._unload_unnamed(self._registry)
-            except EngineError as error:  # the next change tries again
-                event("adapters without a name are not unloaded", WARNING, reason=error)
-            finally:
-                self._registry.unlock()
+        async with self._change:  # the lock does not exclude changes of this process
+            if self._registry.read().unnamed and self._registry.lock():
+                try:
+                    await self._unload_unnamed(self._registry)
+                except EngineError as error:  # the next change tries again
+                    event("adapters without a name are not unloaded", WARNING, reason=error)
+                finally:
+                    self._registry.unlock()
 
     async def _unload_unnamed(self, registry: AdapterRegistry) -> None:
         """Unloads the adapters that have no name, unless another name has the same content."""
