@@ -164,7 +164,8 @@ async def test_client_that_fails_engines_costs_others_no_more_than_a_restart(lif
         assert set(statuses) <= {500, 503}, statuses
         assert blamed(engine, MigrationCounters.CONVICTIONS) == statuses.count(500) > 0
         longest = max(record.restarts)
-        assert np.percentile(record.pauses, 99) <= longest + STEP_TIMEOUT + MARGIN_S, str(record)
+        pauses = record.pauses or [0.0]  # the other engine may take a stream over in less than PAUSE_S
+        assert np.percentile(pauses, 99) <= longest + STEP_TIMEOUT + MARGIN_S, str(record)
 
 
 @pytest.mark.timeout(240)

@@ -1,18 +1,22 @@
-"""Triton's interpreter, which runs kernels on the CPU, without two faults of it (3.6 and 3.9).
+"""Triton's interpreter, which runs kernels on the CPU, without three faults of it (3.6 and 3.9).
 
-The interpreter multiplies the bit patterns of bfloat16 in `tl.dot`, and cuts float32 off where bfloat16 rounds.
+The interpreter multiplies the bit patterns of bfloat16 in `tl.dot`, cuts float32 off where bfloat16 rounds, and lets a
+kernel read and write memory outside its tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
+
+ACCESSES = "create_masked_load", "create_masked_store", "create_atomic_rmw"  # of memory, by a kernel
 
 
 def require_interpreter() -> None:
@@ -30,7 +34,7 @@ def require_compiler() -> None:
 
 
 @contextmanager
-def device_arithmetic() -> Iterator[None]:
+def _device_arithmetic() -> Iterator[None]:
     """Until the block ends, bfloat16 is rounded and multiplied as on a device, and infinities are no warnings."""
     import triton.language as tl
     from triton.runtime import interpreter
@@ -55,8 +59,59 @@ def device_arithmetic() -> Iterator[None]:
         yield
 
 
+def _extents(arguments: Iterable[Any]) -> list[tuple[int, int]]:
+    """Returns where the memory of each tensor begins and ends."""
+    import torch
+
+    storages = [argument.untyped_storage() for argument in arguments if isinstance(argument, torch.Tensor)]
+    return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+
+
 @contextmanager
-def fast_calls() -> Iterator[None]:
+def _checked_bounds() -> Iterator[None]:
+    """Until the block ends, a kernel fails that reads or writes a byte outside the memory of its tensors. Without this the
+    process crashes, and often in a later test."""
+    from triton.runtime import interpreter
+
+    extents: list[tuple[int, int]] = []
+    methods = {name: getattr(interpreter.InterpreterBuilder, name) for name in ACCESSES}
+    run = interpreter.GridExecutor.__call__
+
+    def check(name: str, pointers: Any, mask: Any) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        first = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.data.shape))[mask.data]
+        if first.size and not any(begin <= first.min() and first.max() + size <= end for begin, end in extents):
+            is_inside = np.zeros(first.shape, bool)
+            for begin, end in extents:
+                is_inside |= (first >= begin) & (first + size <= end)
+            if not is_inside.all():
+                raise IndexError(f"{name}: {np.count_nonzero(~is_inside)} of {first.size} addresses are in no tensor")
+
+    def loaded(builder: Any, pointers: Any, mask: Any, *options: Any) -> Any:
+        check("load", pointers, mask)
+        return methods["create_masked_load"](builder, pointers, mask, *options)
+
+    def stored(builder: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
+        check("store", pointers, mask)
+        return methods["create_masked_store"](builder, pointers, value, mask, *options)
+
+    def changed(builder: Any, operation: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
+        check("atomic operation", pointers, mask)
+        return methods["create_atomic_rmw"](builder, operation, pointers, value, mask, *options)
+
+    def run_in_extents(executor: Any, *args: Any, **options: Any) -> None:
+        extents[:] = _extents((*args, *options.values()))
+        run(executor, *args, **options)
+
+    with contextlib.ExitStack() as stack:
+        for name, method in zip(ACCESSES, (loaded, stored, changed)):
+            stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, name, method))
+        stack.enter_context(mock.patch.object(interpreter.GridExecutor, "__call__", run_in_extents))
+        yield
+
+
+@contextmanager
+def _fast_calls() -> Iterator[None]:
     """Until the block ends, a kernel does not replace Triton's language by the interpreter's, after the first has: each
     call of a function by a kernel replaced it again, which took a third of the time."""
     import triton.language as tl
@@ -71,4 +126,11 @@ def fast_calls() -> Iterator[None]:
         return interpreter._LangPatchScope()
 
     with mock.patch.object(interpreter, "_patch_lang", replace_once):
+        yield
+
+
+@contextmanager
+def interpreted_kernels() -> Iterator[None]:
+    """Until the block ends, kernels run as on a device."""
+    with _device_arithmetic(), _checked_bounds(), _fast_calls():
         yield

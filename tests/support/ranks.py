@@ -85,9 +85,9 @@ def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str, devi
     with contextlib.ExitStack() as stack:
         if device != "cpu":
             from tests.support.cuda_double import CudaDouble
-            from tests.support.interpreter import device_arithmetic, fast_calls
+            from tests.support.interpreter import interpreted_kernels
 
-            for context in (device_arithmetic(), fast_calls(), CudaDouble()):
+            for context in (interpreted_kernels(), CudaDouble()):
                 stack.enter_context(context)
         _answer(rank, rendezvous, size, folder, device, work)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.interpreter import device_arithmetic, fast_calls
+from tests.support.interpreter import interpreted_kernels
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
@@ -18,5 +18,5 @@ def interpreted() -> Iterator[None]:
     if not IS_INTERPRETED:
         yield
         return
-    with device_arithmetic(), fast_calls():
+    with interpreted_kernels():
         yield

@@ -19,6 +19,8 @@ from tests.support.interpreter import require_interpreter
 
 require_interpreter()
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 from triton.runtime.errors import InterpreterError  # noqa: E402
 
 from penstock.engine.worker.cuda import attention, decoder, kernels, state, step_graphs  # noqa: E402
@@ -167,3 +169,23 @@ def test_planted_fault_is_found(name: str, plant: Callable[[str, str], None]) ->
 def test_kernels_without_a_fault_pass(check: Callable[[], None], plant: Callable[[str, str], None]) -> None:
     plant("LOG2E", "LOG2E")
     check()
+
+
+@triton.jit
+def access(x, place, KIND: tl.constexpr):
+    at = x + place + tl.arange(0, 4)
+    if KIND == 0:
+        tl.store(at, 1)
+    elif KIND == 1:
+        tl.store(x, tl.sum(tl.load(at)))
+    else:
+        tl.atomic_add(at, 1)
+
+
+@pytest.mark.parametrize("kind", range(3))
+def test_kernel_that_leaves_its_tensors_fails(kind: int) -> None:
+    x, other = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    access[(1,)](x, 0, kind)
+    with pytest.raises(InterpreterError, match="1 of 4 addresses are in no tensor"):
+        access[(1,)](x, -1, kind)
+    assert not other.any()
