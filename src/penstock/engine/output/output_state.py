@@ -13,6 +13,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from penstock.engine.output.delta_builder import DeltaBuilder, FinishedWithoutToken, SampleEnd
+from penstock.engine.output.held_outputs import HeldOutput, HeldOutputs
 from penstock.engine.output.logprobs_json import LogprobsWriter
 from penstock.engine.protocol.columns import Index, LogprobRows
 from penstock.engine.protocol.config import EngineConfig
@@ -39,14 +40,6 @@ NO_IDS: Ints = np.zeros(0, np.int32)
 NO_SLOTS: Index = np.zeros(0, np.intp)
 FEW = 4  # rows of a message that take less time one by one than in columns: numpy's calls are most of the time
 ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets text: alone; or from the tables, without a chunk or in a chunk
-
-
-class HeldOutput(NamedTuple):
-    """Output of a sample before the end of an interval."""
-
-    ids: list[int]
-    texts: list[str]
-    pieces: list[Piece]
 
 
 class Outputs(NamedTuple):
@@ -80,7 +73,7 @@ class OutputState:
         self._writers: list[ChunkWriter | None] = [None] * slots
         self._parsers: dict[int, AnswerParser] = {}  # of samples with an answer format
         self._choices: dict[int, tuple[int, int]] = {}  # their kinds and marks
-        self._held: list[HeldOutput | None] = [None] * slots  # None: no output is held
+        self._held = HeldOutputs()
         self._slots = NO_SLOTS  # of the last message with ids
         self._few: tuple[list[int], list[int], npt.NDArray[np.uint16] | None] | None = None  # see `_process_few`
 
@@ -185,9 +178,10 @@ class OutputState:
 
     def _finish(self, slot: int, reason: FinishReason) -> list[FinishedWithoutToken]:
         """Ends a sample without another token. Returns nothing of one that a stop string has ended."""
-        started, held = self._started[slot], self._held[slot] or HeldOutput([], [], [])
+        started = self._started[slot]
         if started is None:
             return []
+        held = self._held.take(slot)
         written = self._written(slot, "".join(held.texts), held.pieces, held.ids)
         self._end(slot)
         return [FinishedWithoutToken(started.server, started.request, started.sample, reason, held.ids, written)]
@@ -197,7 +191,8 @@ class OutputState:
         self._cached.pop(slot, None)
         self._parsers.pop(slot, None)
         self._choices.pop(slot, None)
-        self._started[slot] = self._texts[slot] = self._writers[slot] = self._held[slot] = None
+        self._held.take(slot)
+        self._started[slot] = self._texts[slot] = self._writers[slot] = None
 
     # ── tokens ──
     def process(self, tokens: Tokens) -> Outputs:
@@ -215,7 +210,8 @@ class OutputState:
         if 0 < slots.size <= FEW and (answers := self._process_few(tokens)) is not None:
             return answers
         rows = DeltaBuilder(slots, tokens.ids, LogprobRows.read(tokens.logprobs, slots.size))
-        if not (is_open := self._is_open[slots]).all():  # a stop string has ended the others before the core knew
+        is_open = self._is_open[slots]
+        if not is_open.all():  # a stop string has ended the others before the core knew
             rows = rows.of(np.flatnonzero(is_open))
         self._generated[rows.slots] += 1
         row_of_slot = {slot: row for row, slot in enumerate(rows.slots.tolist())} if tokens.ended else {}
@@ -266,12 +262,11 @@ class OutputState:
         return vocabulary.texts[place]
 
     def _aborts(self, slots: Index) -> list[Abort]:
-        servers = self._servers[slots]
-        return [
-            Abort(int(server), self._requests[own_slots], self._samples[own_slots])
-            for server in np.unique(servers)
-            for own_slots in (slots[servers == server],)
-        ]
+        servers, aborts = self._servers[slots], []
+        for server in np.unique(servers).tolist():
+            own_slots = slots[servers == server]
+            aborts.append(Abort(server, self._requests[own_slots], self._samples[own_slots]))
+        return aborts
 
     def _write(self, rows: DeltaBuilder) -> list[int]:
         """Writes every row's text. Returns the rows that only a stop string ends; `rows.ends` then has every end."""
@@ -316,11 +311,14 @@ class OutputState:
         if end is not None and parser is not None:
             rows.ends[row] = end._replace(reasoning=int(self._reasoning[slot]), calls=parser.calls)
         if self._interval > 1:
-            output = HeldOutput([int(rows.ids[row])], [shown], pieces)
-            if self._holds_back(slot, output, end):
+            self._held.hold(slot, HeldOutput([int(rows.ids[row])], [shown], pieces))
+            if end is None and not self._is_due(slot):
                 rows.waiting.append(row)
                 return
-            shown, pieces = self._release(slot, row, rows, output)
+            held = self._held.take(slot)
+            if len(held.ids) > 1:
+                rows.earlier[row] = held.ids[:-1]
+            shown, pieces = "".join(held.texts), held.pieces
         ids = [*rows.earlier.get(row, ()), int(rows.ids[row])]
         rows.texts[row] = self._written(slot, shown, pieces, ids, logprobs, None if end is None else end.reason)
         self._choose_kind(slot)
@@ -342,29 +340,13 @@ class OutputState:
             return writer.chunk(text, logprobs, reason, ids, generated)
         return writer.parsed_chunk(pieces, logprobs, reason, ids, generated, has_calls=parser.calls > 0)
 
-    def _holds_back(self, slot: int, output: HeldOutput, end: SampleEnd | None) -> bool:
-        """Keeps the output of an id, unless the output of the sample is due."""
+    def _is_due(self, slot: int) -> bool:
         started = self._started[slot]
         assert started is not None, "its slot is open"
+        if started.params.logprobs is not None:
+            return True
         # By the number of tokens of the sample: a resumed sample goes on with equal events.
-        is_due = (int(self._generated[slot]) - 1) % self._interval == 0
-        if is_due or end is not None or started.params.logprobs is not None:
-            return False
-        held = self._held[slot]
-        if held is None:
-            self._held[slot] = output
-        else:
-            held.ids.extend(output.ids)
-            held.texts.extend(output.texts)
-            held.pieces.extend(output.pieces)
-        return True
-
-    def _release(self, slot: int, row: int, rows: DeltaBuilder, output: HeldOutput) -> tuple[str, list[Piece]]:
-        """Adds held ids to a row. Returns the text and the pieces of both."""
-        held, self._held[slot] = self._held[slot] or HeldOutput([], [], []), None
-        if held.ids:
-            rows.earlier[row] = held.ids
-        return "".join((*held.texts, *output.texts)), [*held.pieces, *output.pieces]
+        return (int(self._generated[slot]) - 1) % self._interval == 0
 
     def _wrapped_texts(
         self, slots: Index, places: Ints, is_wrapped: npt.NDArray[np.bool_], logprobs: dict[int, bytes]
@@ -412,29 +394,35 @@ class OutputState:
 
     # ── columns ──
     def _deltas(self, rows: DeltaBuilder, without_token: list[FinishedWithoutToken]) -> list[tuple[int, Delta]]:
-        servers = self._servers[rows.slots]
-        due, deltas = {row.server for row in without_token}, list[tuple[int, Delta]]()
-        if servers.size:
-            due.update([int(servers[0])] if (servers == servers[0]).all() else np.unique(servers).tolist())
-        for server in sorted(due):
-            where = np.flatnonzero(servers == server)
-            own_rows = rows if where.size == servers.size else rows.of(where)
+        rows_of_server = self._rows_of_server(rows)
+        deltas = []
+        for server in sorted({*rows_of_server, *(row.server for row in without_token)}):
+            own_rows = rows_of_server.get(server) or rows.of(NO_SLOTS)
             columns = self._requests[own_rows.slots], self._samples[own_rows.slots]
             began = self._began(own_rows.slots) if self._cached else None
             ended = [row for row in without_token if row.server == server]
             deltas.append((server, own_rows.delta(*columns, ended, began)))
         return deltas
 
+    def _rows_of_server(self, rows: DeltaBuilder) -> dict[int, DeltaBuilder]:
+        servers = self._servers[rows.slots]
+        if servers.size and (servers == servers[0]).all():
+            return {int(servers[0]): rows}
+        return {server: rows.of(np.flatnonzero(servers == server)) for server in np.unique(servers).tolist()}
+
     def _prompt_deltas(self, prompts: tuple[PromptLogprobs, ...]) -> list[tuple[int, Delta]]:
         """Returns a Delta without rows for each entry of an open sample."""
-        return [
-            (int(self._servers[slot]), Delta(0, NO_IDS, b"", prompt_logprobs=(replace(entry, number=request),)))
-            for entry in prompts
-            for slot, request in ((entry.number, int(self._requests[entry.number])),)
-            if self._is_open[slot]
-        ]
+        deltas = []
+        for entry in prompts:
+            slot = entry.number
+            if self._is_open[slot]:
+                of_request = replace(entry, number=int(self._requests[slot]))
+                deltas.append((int(self._servers[slot]), Delta(0, NO_IDS, b"", prompt_logprobs=(of_request,))))
+        return deltas
 
     def _began(self, slots: Index) -> Began | None:
         """Returns the rows with the first id of a sample, if the cache had tokens of its prompt."""
-        rows = {row: self._cached.pop(slot) for row, slot in enumerate(slots.tolist()) if slot in self._cached}
-        return Began(np.array([*rows], np.uint16), np.array([*rows.values()], np.int32)) if rows else None
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._cached]
+        if not rows:
+            return None
+        return Began(np.array(rows, np.uint16), np.array([self._cached.pop(int(slots[row])) for row in rows], np.int32))
