@@ -18,7 +18,7 @@ from tests.support.links import running
 from tests.support.processes import threads
 
 # A link that dies of a heartbeat that was held up dies within the test.
-QUICK = LinkSpec("link", heartbeat_s=0.05, silence_s=0.4)
+QUICK = LinkSpec("link", heartbeat_s=0.05, silence_s=0.7)
 WINDOW = 1 << 14
 
 

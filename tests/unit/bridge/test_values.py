@@ -16,7 +16,7 @@ from tests.conftest import eventually
 from tests.support.links import RunningLink, running
 from tests.support.processes import threads
 
-LINK = LinkSpec("link", heartbeat_s=0.05, silence_s=0.5)
+LINK = LinkSpec("link", heartbeat_s=0.05, silence_s=10.0)
 
 
 def is_equal(lease: Lease, expected: "np.ndarray[Any, Any]") -> bool:
