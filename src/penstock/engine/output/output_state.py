@@ -244,20 +244,20 @@ class OutputState:
                 return None
             texts.append(text)
         for slot in slots:
-            self._generated[slot] += 1
+            self._generated[slot] = self._generated.item(slot) + 1
         numbers = np.array([*requests, *map(len, texts), *ids], np.int32)
         return Outputs([(servers[0], Delta(len(slots), numbers, b"".join(texts), samples=numbers_of_samples))], [])
 
     def _table_text(self, slot: int, token_id: int) -> bytes | None:
         """Returns the text of an id that `_write` would take from the tables; None: it would not."""
-        vocabulary, kind = self._vocabulary, self._kinds[slot]
-        if kind == ALONE or not self._is_open[slot]:
+        vocabulary, kind = self._vocabulary, self._kinds.item(slot)  # numpy's scalars take several times as long
+        if kind == ALONE or not self._is_open.item(slot):
             return None
-        place = int(self._bases[slot]) + (token_id if 0 <= token_id < vocabulary.stride else vocabulary.stride - 1)
-        if not vocabulary.is_whole[place] or vocabulary.masks[place] & (self._firsts[slot] | self._marks[slot]):
+        place = self._bases.item(slot) + (token_id if 0 <= token_id < vocabulary.stride else vocabulary.stride - 1)
+        marks = self._firsts.item(slot) | self._marks.item(slot)
+        if not vocabulary.is_whole[place] or (marks and vocabulary.masks.item(place) & marks):
             return None
-        writer = self._writers[slot]
-        if kind == WRAPPED and writer is not None:
+        if kind == WRAPPED and (writer := self._writers[slot]) is not None:
             return vocabulary.quoted[place].join(writer.frame) if vocabulary.is_seen[place] else None
         return vocabulary.texts[place]
 
