@@ -80,7 +80,7 @@ class AdapterLoader:
 
     async def _change(self, group: int, incarnation: int, adapter: Adapter, *, is_loaded: bool, until: float) -> str:
         """Returns why the group cannot load the adapter; "": it has. Raises GroupLost and EngineError."""
-        # One server at a time changes adapters, and the clock is that of all servers: later changes have higher numbers.
+        # One server at a time changes adapters, and all have one clock: later changes have higher numbers.
         self._number = number = max(self._number + 1, time.monotonic_ns())
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer

@@ -3,9 +3,9 @@
 The state of a sample is a function of its grammar and of the ids that it has generated. So a resumed sample replays
 its ids, a preempted sample keeps its state, and prefix hits and chunks of a prompt change nothing.
 
-One thread imports llguidance, compiles, advances and masks, in the order of the steps. While the device computes a step, the thread waits
-for the ids of the step before, advances the samples by them, and fills the masks: a step costs more only where the
-masks take longer than the forward pass.
+One thread imports llguidance, compiles, advances and masks, in the order of the steps. While the device computes a
+step, the thread waits for the ids of the step before, advances the samples by them, and fills the masks: a step costs
+more only where the masks take longer than the forward pass.
 """
 
 from __future__ import annotations
