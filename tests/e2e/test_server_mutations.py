@@ -96,7 +96,10 @@ def nodes(value: Json) -> list[tuple[Json, Any]]:
 
 def mutate(request: Json, drawn: random.Random) -> None:
     """Damages a value of the request. The name of the model stays."""
-    container, key = drawn.choice([node for node in nodes(request) if node[1] != "model"])
+    values = [node for node in nodes(request) if node[1] != "model"]
+    if not values:  # former damage has deleted all
+        return
+    container, key = drawn.choice(values)
     action = drawn.randrange(7)
     if action == 0:
         container[key] = copy.deepcopy(drawn.choice(ODD_VALUES))

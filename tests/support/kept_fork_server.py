@@ -29,8 +29,8 @@ class KeptForkServer(ForkServer):
     idle: ClassVar[dict[bool, ForkServerProcess]] = {}
     belongings: ClassVar[dict[bool, Counter[str]]] = {}
 
-    def __init__(self, imports: Callable[[], object]) -> None:
-        super().__init__(imports)
+    def __init__(self, imports: Callable[[], object], start_timeout: float) -> None:
+        super().__init__(imports, start_timeout)
         self._has_model = imports.args[0].simulated is None  # type: ignore[attr-defined]
         self._descriptors: Counter[str] = Counter()
 

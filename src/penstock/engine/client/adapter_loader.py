@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class AdapterLoader:
         self._groups = groups
         self._cores = cores
         self._serving = serving
-        self._numbers = itertools.count(time.time_ns())  # later than those of a server process before
+        self._number = 0
         self._answers: dict[int, asyncio.Future[str]] = {}
 
     def on_state(self, state: AdapterState) -> None:
@@ -59,13 +59,16 @@ class AdapterLoader:
 
     async def unload(self, adapter: Adapter, timeout: float) -> None:
         """Has each group that serves unload an adapter, when no request has it. Groups that are started later do not
-        load the adapter if it is in no registry. Raises EngineError."""
-        deadline = time.monotonic() + timeout
-        for group, incarnation in self._serving().items():
-            try:
-                await self._change(group, incarnation, adapter, is_loaded=False, until=deadline)
-            except GroupLost:
-                continue
+        load the adapter if it is in no registry. Raises EngineError if a group has not answered."""
+        until = time.monotonic() + timeout
+        unloads = [self._unload(*group, adapter, until) for group in self._serving().items()]
+        for error in await asyncio.gather(*unloads, return_exceptions=True):
+            if error is not None:
+                raise error
+
+    async def _unload(self, group: int, incarnation: int, adapter: Adapter, until: float) -> None:
+        with contextlib.suppress(GroupLost):
+            await self._change(group, incarnation, adapter, is_loaded=False, until=until)
 
     def has_all(self, loaded: dict[int, int]) -> bool:
         """Returns whether all groups are those that have loaded an adapter."""
@@ -77,7 +80,8 @@ class AdapterLoader:
 
     async def _change(self, group: int, incarnation: int, adapter: Adapter, *, is_loaded: bool, until: float) -> str:
         """Returns why the group cannot load the adapter; "": it has. Raises GroupLost and EngineError."""
-        number = next(self._numbers)
+        # One server at a time changes adapters, and all have one clock: later changes have higher numbers.
+        self._number = number = max(self._number + 1, time.monotonic_ns())
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[number] = answer
         try:

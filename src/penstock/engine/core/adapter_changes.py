@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
+from penstock.engine.cluster.adapter_registry import AdapterList
 from penstock.engine.cluster.logs import event
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.protocol.lora import Adapter
@@ -28,10 +29,29 @@ class AdapterChanges:
         self._broadcast = broadcast
         self._answer = answer
         self._open: dict[tuple[int, int], tuple[AdapterChange, dict[int, str]]] = {}
+        self._last_number = 0  # of a change
         self.leaving: dict[bytes, AdapterChange] = {}  # adapters that requests may still have
 
+    def adopt(self, ready: Sequence[Ready], adapters: AdapterList) -> None:
+        """Takes over what workers have loaded at their start, but for adapters that were unloaded meanwhile.
+        `adapters`: read when servers know that the group serves, so they send the group all later changes."""
+        errors = self._scheduler.adapter_errors
+        errors.update(_adapter_errors(ready, adapters.unloaded))
+        names = {adapter.digest: adapter.name for adapter in (*adapters.unloaded, *adapters.unnamed)}
+        loaded = {state.digest for message in ready for state in message.adapters}
+        for digest in loaded - {adapter.digest for adapter in adapters.adapters}:
+            name = names.get(digest, digest.hex())
+            errors[digest] = unloaded_text(name)
+            self.leaving[digest] = AdapterChange(0, 0, name, "", digest, is_loaded=False)
+
     def begin(self, change: AdapterChange) -> None:
-        """Handles a change from a server."""
+        """Handles a change from a server. A change of a server that was killed may come after a later change of another
+        server, and counts no more."""
+        if change.number < self._last_number:
+            error = "another server has changed adapters since"
+            self._answer(change.server, AdapterState(change.digest, error, number=change.number))
+            return
+        self._last_number = change.number
         if change.is_loaded:
             self.leaving.pop(change.digest, None)
             self._open[change.server, change.number] = change, {}
@@ -76,7 +96,7 @@ def unloaded_text(name: str) -> str:
     return f"the LoRA adapter {name!r} was unloaded"
 
 
-def adapter_errors(ready: Sequence[Ready], unloaded: Iterable[Adapter]) -> dict[bytes, str]:
+def _adapter_errors(ready: Sequence[Ready], unloaded: Iterable[Adapter]) -> dict[bytes, str]:
     """Returns why requests with an adapter are refused, by digest; "": they are not. An adapter is used if all ranks
     have it. `unloaded`: the last ones."""
     errors = {adapter.digest: unloaded_text(adapter.name) for adapter in unloaded}

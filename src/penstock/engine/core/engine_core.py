@@ -22,7 +22,7 @@ from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
-from penstock.engine.core.adapter_changes import AdapterChanges, adapter_errors
+from penstock.engine.core.adapter_changes import AdapterChanges
 from penstock.engine.core.admission_gate import AdmissionGate
 from penstock.engine.core.await_members import await_members, await_receivers, require_one_model
 from penstock.engine.core.in_flight_requests import InFlightRequests
@@ -121,8 +121,6 @@ class EngineCore:
         self._await_receivers()
         cache = open_cache(self._cluster.kv_files_of(self._me.group), ready, batch, self._row)
         self._scheduler = Scheduler(batch, SchedulerConfig.of(config, ready), cache)
-        registry = self._cluster.adapters
-        self._scheduler.adapter_errors = adapter_errors(ready, () if registry is None else registry.read().unloaded)
         broadcast = partial(self._steps.send, timeout=config.step_timeout)
         self._adapters = AdapterChanges(self._scheduler, len(ready), broadcast, self._outbox.send)
         self._batch = batch
@@ -133,6 +131,8 @@ class EngineCore:
         self._row[StatusBoard.BLOCKS] = batch.blocks
         self._row[StatusBoard.MODEL] = model  # before SERVING: `Client` reads them in the other order
         self._row[StatusBoard.SERVING] = self._me.incarnation
+        if self._cluster.adapters is not None:
+            self._adapters.adopt(ready, self._cluster.adapters.read())
         event("core serves", blocks=batch.blocks, slots=batch.slots, model=f"{model:016x}")
 
     def run(self) -> None:

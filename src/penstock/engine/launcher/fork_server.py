@@ -32,7 +32,7 @@ from penstock.engine.launcher import early_fork_server
 from penstock.engine.launcher.back_off import BackOff
 
 PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
-IMPORTS_TIMEOUT_S = 120.0  # 3 s on an idle machine; a group has 600 s to start, and waits for the imports
+IMPORTS_TIMEOUT_S = 120.0  # 3 s on an idle machine
 REPLY_TIMEOUT_S = 5.0  # of a fork, which takes about 0.02 s
 REPLY_POLL_MS = 20  # between looks whether the fork server is stopped
 MAX_FAILED_STARTS = 3  # in a row: then processes are spawned
@@ -127,9 +127,11 @@ class ForkServerProcess:
 class ForkServer:
     """Forks processes, or returns None: then the caller spawns. Watches the fork server, and starts the next."""
 
-    def __init__(self, imports: Callable[[], object]) -> None:
-        """`imports`: runs in the fork server, and imports what the processes need."""
+    def __init__(self, imports: Callable[[], object], start_timeout: float) -> None:
+        """`imports`: runs in the fork server, and imports what the processes need. `start_timeout`: in which a group
+        waits for the imports, and starts."""
         self._imports = imports
+        self._timeout = min(IMPORTS_TIMEOUT_S, start_timeout / 2)
         self._packages = find_packages()
         self._server: ForkServerProcess | None = None
         self._back_off = BackOff()
@@ -146,8 +148,8 @@ class ForkServer:
         loop = asyncio.get_running_loop()
         loop.add_reader(server.pidfd, self._lose, "")
         loop.add_reader(server.connection, self._receive_verdict, server)
-        reason = f"imports have not ended within {IMPORTS_TIMEOUT_S:g} s"
-        self._timer = loop.call_later(IMPORTS_TIMEOUT_S, self._refuse, reason)
+        reason = f"imports have not ended within {self._timeout:g} s"
+        self._timer = loop.call_later(self._timeout, self._refuse, reason)
         self.check_stopped()  # an early process may have been stopped before the launcher handled SIGCHLD
         return None
 
@@ -213,7 +215,8 @@ class ForkServer:
             event("forks run the former code", logging.WARNING, reason=reason, remedy="penstock migrate")
 
     def _receive_verdict(self, server: ForkServerProcess) -> None:
-        asyncio.get_running_loop().remove_reader(server.connection)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(server.connection)
         self._cancel_timer()
         verdict = ""
         with contextlib.suppress(OSError):
@@ -225,6 +228,9 @@ class ForkServer:
             self._settle()
         elif verdict:
             self._refuse(verdict)
+        else:
+            reason = f"the connection is closed, and the process has not ended within {REPLY_TIMEOUT_S:g} s"
+            self._timer = loop.call_later(REPLY_TIMEOUT_S, self._lose, reason)
 
     def _lose(self, reason: str) -> None:
         """Ends the process, which has ended already or is of no use (`reason`), and starts the next process later."""

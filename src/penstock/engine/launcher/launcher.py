@@ -52,7 +52,8 @@ class Launcher:
         self.verdicts = VerdictBoard(self.cluster.verdicts, writable=True)
         self.is_stopping = False
         has_forks = config.fork_server == "auto" and config.device == "cpu"  # CUDA after a fork has not been tried
-        self.fork_server = ForkServer(functools.partial(import_programs, config)) if has_forks else None
+        imports = functools.partial(import_programs, config)
+        self.fork_server = ForkServer(imports, config.start_timeout) if has_forks else None
         if not has_forks:
             early_fork_server.end_early()
         local, remote = range(config.data_parallel_size), range(config.data_parallel_size, config.all_groups)

@@ -66,10 +66,10 @@ class LogprobsWriter:
         start = 0
         for count, offset in zip(_counts(logprobs), offsets, strict=True):
             end = start + count
-            likeliest = dict(zip(names[start + 1 : end], values[start + 1 : end], strict=True)) if count > 1 else {}
+            likeliest = dict(zip(names[start:end], values[start:end], strict=True))  # and the sampled token, as OpenAI
             numbers += offset, values[start], *likeliest.values()
-            written = b":%.6g,".join(likeliest) + b":%.6g" if likeliest else b""
-            formats += COMPLETION, names[start], b'],"top_logprobs":[{', written, b"}]}" + ROW_END
+            written = b":%.6g,".join(likeliest)
+            formats += COMPLETION, names[start], b'],"top_logprobs":[{', written, b":%.6g}]}" + ROW_END
             start = end
         return _written(formats, numbers)
 

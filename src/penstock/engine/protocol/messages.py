@@ -143,7 +143,7 @@ class AdapterChange(msgspec.Struct, array_like=True, frozen=True):
     """A LoRA adapter for all ranks of a group to load, or to unload. The core passes the change on to the workers."""
 
     server: Natural
-    number: Natural  # of the change, among those of this server
+    number: Natural  # of the change; a later change has a higher number, also of another server
     name: str
     path: str
     digest: bytes  # `Adapter.digest`

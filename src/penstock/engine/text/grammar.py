@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from penstock.engine.protocol.answer_format import CHANNELS
 from penstock.engine.text.call_grammar import behind_reasoning, calls_text
-from penstock.engine.text.grammar_fields import CallRules, Grammar, GrammarError, GrammarSource, StructuralTag
+from penstock.engine.text.grammar_fields import CallRules, Grammar, GrammarError, GrammarSource, StructuralTag, Tool
 from penstock.tensor import content_key
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ JSON_OPTIONS: Any = {
     "item_separator": ", ?",
 }
 ANY_OBJECT = {"type": "object"}
+NO_ARGUMENTS: Any = {"type": "object", "properties": {}, "additionalProperties": False}  # of a tool without parameters
 # Keywords of drafts before 4, which the library would ignore, and one of the library's own.
 UNSUPPORTED = ("disallow", "divisibleBy", "extends", "x-guidance")
 NAMES_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -146,13 +147,18 @@ def _calls_text(rules: CallRules) -> str:
     schemas = {}
     for number, tool in enumerate(rules.tools):
         if tool.function.name in rules.allowed:
-            schema = json.loads(_schema_text(tool.function.parameters or ANY_OBJECT, _parameters_path(number)))
+            schema = json.loads(_schema_text(_arguments(tool), _parameters_path(number)))
             schemas[tool.function.name] = {**schema, "x-guidance": JSON_OPTIONS}
     text = calls_text(rules, schemas)
     if rules.content is None:
         return LLMatcher.grammar_from_lark(text)
     first, *others = _grammars(_text_of(rules.content))
     return json.dumps({"grammars": [{"name": "calls", "lark_grammar": text}, {**first, "name": "content"}, *others]})
+
+
+def _arguments(tool: Tool) -> Any:
+    """Returns the schema of a tool's arguments."""
+    return NO_ARGUMENTS if tool.function.parameters is None else tool.function.parameters or ANY_OBJECT
 
 
 def _parameters_path(number: int) -> str:
@@ -181,7 +187,7 @@ def relaxed_calls(tokenizer: LLTokenizer, rules: CallRules) -> CallRules:
     tools, relaxed = [], 0
     for number, tool in enumerate(rules.tools):
         function = tool.function
-        source = GrammarSource("json_schema", function.parameters or ANY_OBJECT, _parameters_path(number))
+        source = GrammarSource("json_schema", _arguments(tool), _parameters_path(number))
         try:
             if function.name in rules.allowed and (function.strict or relaxed < MAX_RELAXED):
                 check_grammar(tokenizer, build_grammar(source), source)
@@ -189,9 +195,9 @@ def relaxed_calls(tokenizer: LLTokenizer, rules: CallRules) -> CallRules:
             if function.strict:
                 raise
             relaxed += 1
-            function = replace(function, parameters=None)
+            function = replace(function, parameters=ANY_OBJECT)
         if relaxed >= MAX_RELAXED and not function.strict:
-            function = replace(function, parameters=None)
+            function = replace(function, parameters=ANY_OBJECT)
         tools.append(replace(tool, function=function))
     return replace(rules, tools=tuple(tools))
 

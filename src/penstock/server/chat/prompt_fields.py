@@ -134,7 +134,7 @@ class PromptFields:
             "tokens": [*(token_text(vocabulary, token_id) for token_id in ids), *after["tokens"]],
             "token_logprobs": [*(row[0][1] if row else None for row in pairs), *after["token_logprobs"]],
             "top_logprobs": [
-                *({token_text(vocabulary, key): value for key, value in row[1:]} if row else None for row in pairs),
+                *({token_text(vocabulary, key): value for key, value in row} if row else None for row in pairs),
                 *after["top_logprobs"],
             ],
         }

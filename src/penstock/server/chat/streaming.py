@@ -321,9 +321,7 @@ class StreamedChoice:
                 "text_offset": [offset for offset, _ in self._logprobs],
                 "tokens": [token_text(vocabulary, row[0][0]) for row in rows],
                 "token_logprobs": [row[0][1] for row in rows],
-                "top_logprobs": [
-                    {token_text(vocabulary, token_id): value for token_id, value in row[1:]} for row in rows
-                ],
+                "top_logprobs": [{token_text(vocabulary, token_id): value for token_id, value in row} for row in rows],
             }
         return {"index": index, "text": self.text, "logprobs": logprobs, **self._finish()}
 

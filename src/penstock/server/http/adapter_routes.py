@@ -159,15 +159,22 @@ class AdapterRoutes:
                     self._registry.unlock()
 
     async def _unload_unnamed(self, registry: AdapterRegistry) -> None:
-        """Unloads the adapters that have no name, unless another name has the same content."""
+        """Unloads the adapters that have no name, unless another name has the same content. Raises EngineError if some
+        could not be unloaded, which stay in the registry."""
         adapters = registry.read()
         if not adapters.unnamed:
             return
         digests = {adapter.digest for adapter in adapters.adapters}
+        errors: dict[Adapter, EngineError] = {}
         for adapter in adapters.unnamed:
             if adapter.digest not in digests:
-                await self._client.adapters.unload(adapter, self._config.step_timeout)
-        registry.write(replace(adapters, unnamed=()))
+                try:
+                    await self._client.adapters.unload(adapter, self._config.step_timeout)
+                except EngineError as error:
+                    errors[adapter] = error
+        registry.write(replace(adapters, unnamed=tuple(errors)))
+        if errors:
+            raise next(iter(errors.values()))
 
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[AdapterRegistry]:

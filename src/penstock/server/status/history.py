@@ -11,7 +11,7 @@ import logging
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -68,7 +68,7 @@ class HistoryView(msgspec.Struct, frozen=True):
     """The history as JSON. Points are rows of numbers, in the order of `fields`; null: there was none."""
 
     fields: tuple[str, ...]
-    points: list[list[Annotated[float, msgspec.Meta(extra_json_schema={"type": ["number", "null"]})]]]
+    points: list[list[float | None]]
     events: list[ServerEvent]
 
 

@@ -23,6 +23,7 @@ class Groups:
     def __init__(self, react: Callable[["Groups", int], str | None]) -> None:
         self.serving = {0: 1, 1: 1}
         self.sent: list[tuple[int, int, bool]] = []  # group, incarnation, and whether to load
+        self.numbers: list[int] = []  # of the changes
         self._react = react
         cores: Any = self
         self.loader = AdapterLoader(3, 2, cores, lambda: self.serving)
@@ -30,6 +31,7 @@ class Groups:
     async def send(self, place: Placement, change: AdapterChange, until: float) -> None:
         assert (change.server, change.digest) == (3, SQL.digest)
         self.sent.append((place.group, place.incarnation, change.is_loaded))
+        self.numbers.append(change.number)
         error = self._react(self, place.group)
         if error is not None:
             self.loader.on_state(AdapterState(change.digest, error, number=change.number))
@@ -98,3 +100,21 @@ async def test_adapter_is_unloaded_where_a_group_serves() -> None:
     del groups.serving[0]
     await groups.loader.unload(SQL, PATIENCE)
     assert groups.sent == [(1, 1, False)]
+
+
+@in_a_loop
+async def test_adapter_is_unloaded_in_groups_behind_a_group_that_hangs() -> None:
+    groups = Groups(lambda _, group: None if group == 0 else "")
+    with pytest.raises(EngineError, match="group 0 has not answered in time"):
+        await groups.loader.unload(SQL, 0.05)
+    assert groups.sent == [(0, 1, False), (1, 1, False)]
+
+
+@in_a_loop
+async def test_changes_of_all_servers_have_rising_numbers() -> None:
+    """A core drops a change of a killed server that comes after a change of the next server."""
+    older, newer = Groups(lambda *_: ""), Groups(lambda *_: "")
+    await newer.loader.load(SQL, {}, PATIENCE)
+    await older.loader.unload(SQL, PATIENCE)
+    numbers = newer.numbers + older.numbers
+    assert len(set(numbers)) == 4 and numbers == sorted(numbers)

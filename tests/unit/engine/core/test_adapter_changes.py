@@ -3,7 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-from penstock.engine.core.adapter_changes import AdapterChanges, adapter_errors
+from msgspec.structs import replace
+
+from penstock.engine.cluster.adapter_registry import AdapterList
+from penstock.engine.core.adapter_changes import AdapterChanges
 from penstock.engine.protocol.lora import Adapter
 from penstock.engine.protocol.messages import AdapterChange, AdapterState, Ready
 
@@ -25,8 +28,8 @@ class Group:
             scheduler, 2, self.sent.append, lambda server, state: self.answers.append((state.number, state.error))
         )
 
-    def answer(self, rank: int, error: str = "") -> None:
-        self.changes.on_state(AdapterState(DIGEST, error, rank, 1, 7))
+    def answer(self, rank: int, error: str = "", number: int = 7) -> None:
+        self.changes.on_state(AdapterState(DIGEST, error, rank, 1, number))
 
 
 def test_adapter_is_used_when_all_ranks_have_it() -> None:
@@ -67,12 +70,13 @@ def test_adapter_that_is_loaded_again_stays() -> None:
     group.adapters[DIGEST] = ""
     group.holders.add(DIGEST)
     group.changes.begin(UNLOAD)
-    group.changes.begin(LOAD)
-    group.answer(0)
-    group.answer(1)
+    again = replace(LOAD, number=9)
+    group.changes.begin(again)
+    group.answer(0, number=9)
+    group.answer(1, number=9)
     group.holders.clear()
     group.changes.release()
-    assert group.adapters == {DIGEST: ""} and group.sent == [LOAD]
+    assert group.adapters == {DIGEST: ""} and group.sent == [again]
 
 
 def test_adapter_that_is_unloaded_during_its_load_does_not_stay() -> None:
@@ -89,15 +93,42 @@ def test_adapter_that_is_unloaded_during_its_load_does_not_stay() -> None:
     assert group.sent == [LOAD, UNLOAD] and not group.changes.leaving
 
 
+def test_change_of_a_server_that_was_killed_comes_too_late() -> None:
+    """Messages of two servers reach a core in any order: here the next server has unloaded, or loaded, already."""
+    group, later_load = Group(), replace(LOAD, number=9)
+    group.changes.begin(UNLOAD)
+    group.changes.begin(LOAD)
+    assert group.sent == [] and group.answers == [(8, ""), (7, "another server has changed adapters since")]
+    group.changes.begin(later_load)
+    group.answer(0, number=9)
+    group.answer(1, number=9)
+    group.changes.begin(UNLOAD)
+    assert group.sent == [later_load] and group.adapters == {DIGEST: ""}
+
+
 def test_started_group_uses_what_all_of_its_ranks_have() -> None:
-    lost, partial = b"l" * 32, b"p" * 32
+    group, lost, partial = Group(), b"l" * 32, b"p" * 32
     ranks = [
         Ready(0, 1, 1, adapters=(AdapterState(DIGEST), AdapterState(lost, "other files"), AdapterState(partial))),
         Ready(1, 1, 1, adapters=(AdapterState(DIGEST), AdapterState(lost))),
     ]
-    assert adapter_errors(ranks, [Adapter("sql", "/sql", b"u" * 32)]) == {
+    named = tuple(Adapter(f"{digest[0]}", "/a", digest) for digest in (DIGEST, lost, partial))
+    group.changes.adopt(ranks, AdapterList(named, (Adapter("sql", "/sql", b"u" * 32),)))
+    assert group.adapters == {
         DIGEST: "",
         lost: "other files",
         partial: "rank 1 has not loaded the LoRA adapter",
         b"u" * 32: "the LoRA adapter 'sql' was unloaded",
     }
+    group.changes.release()
+    assert group.sent == []
+
+
+def test_started_group_unloads_what_was_unloaded_meanwhile() -> None:
+    """One rank had read the registry before the adapter left, the other later."""
+    group, sql = Group(), Adapter("sql", "/sql", DIGEST)
+    ranks = [Ready(0, 1, 1, adapters=(AdapterState(DIGEST),)), Ready(1, 1, 1)]
+    group.changes.adopt(ranks, AdapterList((), unloaded=(sql,), unnamed=(sql,)))
+    assert group.adapters == {DIGEST: "the LoRA adapter 'sql' was unloaded"}
+    group.changes.release()
+    assert [(change.digest, change.is_loaded) for change in group.sent] == [(DIGEST, False)]

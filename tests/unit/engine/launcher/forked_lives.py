@@ -1,5 +1,6 @@
 """Imports and forks of a fork server in tests, in a small module: each start imports the module."""
 
+import contextlib
 import os
 import pickle
 import random
@@ -26,6 +27,15 @@ def fail_to_import() -> None:
 
 
 def import_for_ever() -> None:
+    time.sleep(600)
+
+
+def close_connection() -> None:
+    """Closes all sockets of the fork server, and hangs."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                os.close(int(name))
     time.sleep(600)
 
 

@@ -28,9 +28,9 @@ START = 60.0
 
 
 @contextlib.asynccontextmanager
-async def serving(imports: Callable[[], object]) -> AsyncIterator[ForkServer]:
+async def serving(imports: Callable[[], object], start_timeout: float = 2 * START) -> AsyncIterator[ForkServer]:
     """A fork server that has imported, or failed to."""
-    server = ForkServer(imports)
+    server = ForkServer(imports, start_timeout)
     try:
         server.start()
         await settled(server)
@@ -215,7 +215,7 @@ async def test_packages_that_were_installed_again_are_one_warning(
 
 @in_a_loop
 async def test_stopped_imports_are_given_up_by_sigchld(log: pytest.LogCaptureFixture) -> None:
-    server = ForkServer(lives.import_for_ever)
+    server = ForkServer(lives.import_for_ever, 2 * START)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGCHLD, server.check_stopped)
     try:
@@ -239,26 +239,39 @@ async def test_fork_server_is_replaced_when_the_environment_has_changed(monkeypa
 
 
 @in_a_loop
-async def test_renewed_fork_server_is_another_process_and_gives_up_in_time(
-    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
-) -> None:
+async def test_renewed_fork_server_is_another_process() -> None:
     async with serving(lives.import_nothing) as server:
         assert server._server is not None
         pid = server._server.process.pid
         await server.renew()
         assert server._server.process.pid != pid
-        server._imports = lives.import_for_ever
-        monkeypatch.setattr(fork_server, "IMPORTS_TIMEOUT_S", 0.2)
+
+
+@in_a_loop
+async def test_imports_have_half_of_the_time_in_which_a_group_starts(log: pytest.LogCaptureFixture) -> None:
+    """Else no time is left to spawn the processes of a group."""
+    async with serving(lives.import_for_ever, start_timeout=0.4) as server:
         await server.renew()
         assert server.fork(lives.describe, (), "") is None
-        assert reasons(log) == ["imports have not ended within 0.2 s"]
+        assert reasons(log) == ["imports have not ended within 0.2 s"] * 2
+
+
+@in_a_loop
+async def test_fork_server_without_a_connection_is_given_up(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fork_server, "MAX_FAILED_STARTS", 1)
+    monkeypatch.setattr(fork_server, "REPLY_TIMEOUT_S", 0.2)
+    async with serving(lives.close_connection) as server:
+        assert server.fork(lives.describe, (), "") is None
+        assert reasons(log) == ["the connection is closed, and the process has not ended within 0.2 s"]
 
 
 @pytest.mark.parametrize("iterations", range(5))
 @in_a_loop
 async def test_cancelled_renewal_does_not_go_on_when_imports_end(iterations: int) -> None:
     """The launcher stops when imports have just ended: a migration that went on would restart its groups."""
-    server = ForkServer(lives.import_nothing)
+    server = ForkServer(lives.import_nothing, 2 * START)
     try:
         renewal = asyncio.get_running_loop().create_task(server.renew())
         while not server._waiting:
@@ -311,14 +324,13 @@ async def test_early_process_that_hangs_is_given_up(
     is_stopped: bool, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(early_fork_server, "import_engine", lives.import_for_ever)
-    monkeypatch.setattr(fork_server, "IMPORTS_TIMEOUT_S", 2 * START if is_stopped else 0.2)
     early_fork_server.start_early([])
     pid = early_fork_server._early[0].process.pid
     assert pid is not None
     if is_stopped:
         os.kill(pid, signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # SIGCHLD has come before the launcher handles it
-    async with serving(lives.import_nothing) as server:
+    async with serving(lives.import_nothing, 2 * START if is_stopped else 0.4) as server:
         expected = "stopped by a signal" if is_stopped else "imports have not ended within 0.2 s"
         assert reasons(log) == [expected] and str(pid) not in children()
         assert is_stopped or server.fork(lives.describe, (), "") is None

@@ -44,7 +44,7 @@ def chat_plainly(ids: list[int], values: list[float]) -> bytes:
 
 def completion_plainly(ids: list[int], values: list[float], offset: int) -> bytes:
     names = [msgspec.json.encode(shown(token).decode(errors="replace")) for token in ids]
-    best = {name: b"%b:%.6g" % (name, value) for name, value in zip(names[1:], values[1:], strict=True)}
+    best = {name: b"%b:%.6g" % (name, value) for name, value in zip(names, values, strict=True)}
     return b'{"text_offset":[%d],"token_logprobs":[%.6g],"tokens":[%b],"top_logprobs":[{%b}]}' % (
         *(offset, values[0], names[0]),
         b",".join(best.values()),
@@ -90,5 +90,5 @@ def test_logprobs_have_name_and_bytes_of_each_token() -> None:
 def test_completion_logprobs_keep_the_last_of_tokens_with_equal_text() -> None:
     (text,) = LogprobsWriter(VOCABULARY).of_completions(columns([([0, 1, 0, 10], [-1.0, -2.0, -3.0, -4.0])]), [5])
     assert text.decode() == (
-        '{"text_offset":[5],"token_logprobs":[-1],"tokens":["a"],"top_logprobs":[{"\ufffd":-4,"a":-3}]}'
+        '{"text_offset":[5],"token_logprobs":[-1],"tokens":["a"],"top_logprobs":[{"a":-3,"\ufffd":-4}]}'
     )

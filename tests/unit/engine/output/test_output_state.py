@@ -271,8 +271,8 @@ def test_log_probabilities_of_a_chat_stand_in_its_lines() -> None:
 def test_log_probabilities_of_a_completion_stand_in_its_lines() -> None:
     (actual,) = answered(saying(EURO, A, logprobs=1), chunk_format=ChunkFormat(Style.COMPLETION, b'{"id":"y"'))
     assert [chunk["choices"][0]["logprobs"] for chunk in lines(actual)] == [
-        {"text_offset": [0], "token_logprobs": [-0.5], "tokens": ["€"], "top_logprobs": [{' "b': -0.5}]},
-        {"text_offset": [1], "token_logprobs": [-0.5], "tokens": ["a"], "top_logprobs": [{"b": -0.5}]},
+        {"text_offset": [0], "token_logprobs": [-0.5], "tokens": ["€"], "top_logprobs": [{"€": -0.5, ' "b': -0.5}]},
+        {"text_offset": [1], "token_logprobs": [-0.5], "tokens": ["a"], "top_logprobs": [{"a": -0.5, "b": -0.5}]},
     ]
 
 

@@ -14,6 +14,7 @@ from penstock.engine.protocol.answer_format import TOOL_FORMATS, AnswerFormat
 from penstock.engine.text import grammar as grammar_module
 from penstock.engine.text.answer_parser import parse_answer
 from penstock.engine.text.grammar import (
+    ANY_OBJECT,
     build_grammar,
     byte_tokenizer,
     check_grammar,
@@ -78,7 +79,7 @@ FORCED = {
     "hermes": (
         {},
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Rio", "days": 2}}\n</tool_call>',
-        '<tool_call>\n{"name": "time", "arguments": {"any": [1]}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>\n'
         '<tool_call>\n{"name": "weather", "arguments": {"city": "Rio"}}\n</tool_call>',
         ['<tool_call>\n{"name": "weather", "arguments": {"days": 2}}\n</tool_call>'],
     ),
@@ -130,6 +131,15 @@ def test_forced_answer_is_calls_of_the_format(name: str) -> None:
         assert accepts(parallel, double, is_special) and not accepts(alone, double, is_special)
     time_only = grammar_of(rules(format_name, allowed=frozenset(("time",)), **fields))
     assert not accepts(time_only, single, is_special)
+
+
+def test_call_of_a_tool_without_parameters_has_no_arguments() -> None:
+    """As OpenAI defines such a tool. One with an empty schema has any."""
+    for parameters, has_any in ((None, False), ({}, True)):
+        tool = Tool(FunctionDefinition("time", parameters=parameters))
+        grammar = grammar_of(rules("hermes", tools=(tool,), allowed=frozenset(("time",))))
+        call = '<tool_call>\n{"name": "time", "arguments": {%s}}\n</tool_call>'
+        assert accepts(grammar, call % "") and accepts(grammar, call % '"a": 1') == has_any
 
 
 @pytest.mark.parametrize("name", FORCED)
@@ -204,7 +214,7 @@ def test_unsupported_keyword_is_refused_if_strict(format_name: str) -> None:
             grammar_of(call_rules)
         if not is_strict:
             relaxed = relaxed_calls(tokenizer(), call_rules)
-            assert relaxed.tools[:2] == TOOLS and relaxed.tools[2].function.parameters is None
+            assert relaxed.tools[:2] == TOOLS and relaxed.tools[2].function.parameters == ANY_OBJECT
             grammar_of(relaxed)
             continue
         with pytest.raises(GrammarError) as caught:
@@ -221,7 +231,7 @@ def test_of_many_hostile_schemas_a_few_are_tried(monkeypatch: pytest.MonkeyPatch
     names = frozenset(tool.function.name for tool in tools)
     relaxed = relaxed_calls(tokenizer(), rules("hermes", tools=tools, allowed=names))
     assert len(checked) == grammar_module.MAX_RELAXED
-    assert all(tool.function.parameters is None for tool in relaxed.tools)
+    assert all(tool.function.parameters == ANY_OBJECT for tool in relaxed.tools)
 
 
 def test_grammar_of_an_unsupported_format_is_refused() -> None:

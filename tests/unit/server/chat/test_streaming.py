@@ -296,7 +296,7 @@ def test_log_probabilities_are_told_in_both_ways() -> None:
     assert second["top_logprobs"][0]["logprob"] == -9999.0
     output = choice.of_completion(0, vocabulary)["logprobs"]
     assert output["tokens"] == ["a", "\ufffd"] and output["token_logprobs"] == [-1.0, -3.0]
-    assert output["top_logprobs"] == [{"a": -1.0, "b": -2.0}, {"b": -9999.0}]
+    assert output["top_logprobs"] == [{"a": -1.0, "b": -2.0}, {"\ufffd": -3.0, "b": -9999.0}]
 
 
 # ── what is counted ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -28,6 +28,7 @@ class Loader:
 
     def __init__(self) -> None:
         self.fails = False
+        self.hanging = b""  # digest of the adapter that cannot be unloaded
         self.calls: list[tuple[str, str]] = []
         self.registry: AdapterRegistry | None = None
         self.unnamed: list[tuple[Adapter, ...]] = []  # of the registry, at each call
@@ -40,6 +41,8 @@ class Loader:
 
     async def unload(self, adapter: Adapter, timeout: float) -> None:
         self._call("unload", adapter)
+        if adapter.digest == self.hanging:
+            raise EngineError(503, "group 0 has not answered in time")
 
     def _call(self, kind: str, adapter: Adapter) -> None:
         self.calls.append((kind, adapter.path))
@@ -191,6 +194,15 @@ async def test_next_process_leaves_a_change_to_the_process_with_the_lock(
     assert not scene.adapters.calls and scene.registry.read().unnamed
     await scene.load(NEWER)
     assert scene.adapters.calls == [("unload", "/sql"), ("load", "/newer")]
+
+
+@in_a_loop
+async def test_adapters_behind_the_adapter_that_cannot_be_unloaded_are(scene: Scene) -> None:
+    scene.registry.write(AdapterList((), unnamed=(SQL, NEWER)))
+    scene.adapters.hanging = SQL.digest
+    await scene.routes.settle()
+    assert scene.adapters.calls == [("unload", "/sql"), ("unload", "/newer")]
+    assert scene.registry.read().unnamed == (SQL,)
 
 
 @in_a_loop

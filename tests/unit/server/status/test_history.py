@@ -50,6 +50,14 @@ def test_history_keeps_the_last_points_in_their_order() -> None:
     assert view.fields == Point._fields and len(view.points[0]) == len(view.fields)
 
 
+def test_history_without_a_figure_is_null_as_its_document_says() -> None:
+    writer, reader = histories()
+    writer.add(point(1.0)._replace(ttft_p50=math.nan))
+    assert b",null," in msgspec.json.encode(reader.view())
+    points = msgspec.json.schema(subject.HistoryView)["$defs"]["HistoryView"]["properties"]["points"]
+    assert {"type": "null"} in points["items"]["items"]["anyOf"]
+
+
 def test_history_takes_less_than_a_mebibyte_for_any_number_of_servers() -> None:
     for servers in (1, 3, 8, 64, 500):
         assert ServerHistory.create(servers).nbytes < 1 << 20
