@@ -61,7 +61,13 @@ def pooling_options(folder: Path) -> dict[str, Any]:
     pytest.importorskip("torch")
     from tests.support.tiny_models import write_llama
 
-    return {"simulated": None, "model": str(write_llama(folder)), "runner": "pooling", "store_nbytes": 1 << 22}
+    return {
+        "simulated": None,
+        "model": str(write_llama(folder)),
+        "runner": "pooling",
+        "store_nbytes": 1 << 22,
+        "num_gpu_blocks_override": 1024,
+    }
 
 
 @tiers.needs_all

@@ -3,9 +3,9 @@
 The state of a sample is a function of its grammar and of the ids that it has generated. So a resumed sample replays
 its ids, a preempted sample keeps its state, and prefix hits and chunks of a prompt change nothing.
 
-One thread imports llguidance, compiles, advances and masks, in the order of the steps. While the device computes a
-step, the thread waits for the ids of the step before, advances the samples by them, and fills the masks: a step costs
-more only where the masks take longer than the forward pass.
+One thread compiles, advances and masks, in the order of the steps. While the device computes a step, the thread waits
+for the ids of the step before, advances the samples by them, and fills the masks: a step costs more only where the
+masks take longer than the forward pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.text.grammar import compile_grammar, has_nothing_left, model_tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_COMPILED = 256  # grammars …
 MAX_COMPILED_CHARS = 1 << 17  # … and of their texts: a compiled grammar takes 30 to 130 bytes for each
@@ -79,6 +79,8 @@ class Grammars:
         self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
     ) -> None:
         """`directory`: of the model, with its tokenizer."""
+        import llguidance.numpy  # here: a fork server imports this module for forks that may have no grammar
+
         self.counts = GrammarCounts()
         self._directory = directory
         self._vocabulary = vocabulary
@@ -87,7 +89,8 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the length of the text
         self._compiled_chars = 0
-        self._executor: LLExecutor | None = None
+        self._masks = llguidance.numpy
+        self._executor = llguidance.LLExecutor(1)
         self._states: dict[int, GrammarState] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._rows: list[tuple[int, GrammarState]] = []  # of the step that has begun
@@ -160,10 +163,6 @@ class Grammars:
         rows: list[tuple[int, GrammarState]],
         before: tuple[list[tuple[int, GrammarState]], Callable[[], Ints]] | None,
     ) -> TokenMasks:
-        import llguidance.numpy  # here: a fork server imports this module for forks that may have no grammar
-
-        if self._executor is None:
-            self._executor = llguidance.LLExecutor(1)
         if before is not None:
             self._advance(before[0], before[1]())
         masked: list[tuple[int, GrammarState, LLMatcher]] = []
@@ -174,11 +173,11 @@ class Grammars:
                 failed[state.slot] = state.reason
             elif not state.has_ended and state.matcher is not None:
                 masked.append((row, state, state.matcher))
-        bits = llguidance.numpy.allocate_token_bitmask(len(masked), self._vocabulary)
+        bits = self._masks.allocate_token_bitmask(len(masked), self._vocabulary)
         if masked:
             began = time.perf_counter_ns()
             matchers = [(matcher, number) for number, (_, _, matcher) in enumerate(masked)]
-            llguidance.numpy.fill_next_token_bitmask_par(self._executor, matchers, bits)
+            self._masks.fill_next_token_bitmask_par(self._executor, matchers, bits)
             self.counts.masks += len(masked)
             self.counts.mask_ns += time.perf_counter_ns() - began
         for number, (_, state, matcher) in enumerate(masked):

@@ -1,9 +1,7 @@
 """Grammars on devices: what each answer is, and that no order of steps changes an answer."""
 
-import builtins
 import itertools
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,21 +63,6 @@ def must_follow(requests: Sequence[Case], outcome: Outcome) -> None:
     ]
     assert len(ended) > len(samples) / 3 and all(ended)
     assert set(outcome.reasons) <= {FinishReason.STOP, FinishReason.LENGTH}
-
-
-def test_thread_of_steps_imports_no_library_of_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The import takes 10 ms, in which the step would not be launched."""
-    importing, load = set(), builtins.__import__
-
-    def note(name: str, scope: Any = None, *arguments: Any, **options: Any) -> Any:
-        if name.startswith("llguidance") and scope["__name__"] == grammars.__name__:
-            importing.add(threading.current_thread())
-        return load(name, scope, *arguments, **options)
-
-    with monkeypatch.context() as context:
-        context.setattr(builtins, "__import__", note)
-        answers(simulated_runner(), cases(4))
-    assert importing and threading.current_thread() not in importing
 
 
 def test_simulated_answers_are_of_their_grammars_in_any_order_of_steps() -> None:
