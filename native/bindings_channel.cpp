@@ -66,8 +66,10 @@ std::string failure_of(nb::handle error) {
             nb::cast<std::string>(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr()))).attr("__qualname__"));
         std::string text;
         try {
-            text = nb::cast<std::string>(nb::str(error));
-        } catch (const std::exception&) {  // its __str__ fails, or gives what is no UTF-8: the name must do
+            nb::str in_full(error);
+            nb::bytes encoded = nb::cast<nb::bytes>(in_full.attr("encode")("utf-8", "backslashreplace"));
+            text.assign(encoded.c_str(), encoded.size());
+        } catch (const std::exception&) {  // __str__ fails: the name must do
         }
         std::replace_if(text.begin(), text.end(), [](char c) { return static_cast<u8>(c) < ' ' || c == 0x7f; }, ' ');
         return truncated(text.empty() ? name : name + ": " + text, FAILURE_NBYTES);

@@ -329,6 +329,7 @@ async def test_exhausted_async_iterator_has_closed_its_end() -> None:
         (KeyboardInterrupt, (), "KeyboardInterrupt"),
         (ValueError, ("ä" * 300,), "ValueError: " + "ä" * 94),  # 12 bytes, and 94 characters of 2
         (ValueError, ("two\nlines\0\x1b[2J",), "ValueError: two lines  [2J"),
+        (OSError, ("no weights in caf\udce9",), r"OSError: no weights in caf\udce9"),  # a file name that is no UTF-8
         (PenstockError, (), "PenstockError"),
         (SystemExit, (258,), "exit status 2"),
         (SystemExit, (1 << 70,), "exit status 255"),
