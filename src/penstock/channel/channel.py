@@ -293,10 +293,8 @@ def create_channel(
     """Creates the segment and the codec of a channel. The classes of channel/channels.py document the options."""
     codec = codec_for(type)
     schema = codec.schema()
-    if not 1 <= senders <= _native.MAX_SENDERS:
-        raise ValueError(f"expected 1 to {_native.MAX_SENDERS} senders, got {senders}")
-    if not 1 <= receivers <= _native.MAX_RECEIVERS:
-        raise ValueError(f"expected 1 to {_native.MAX_RECEIVERS} receivers, got {receivers}")
+    within("senders", senders, 1, _native.MAX_SENDERS)
+    within("receivers", receivers, 1, _native.MAX_RECEIVERS)
     if max_peers is None:
         max_peers = min(senders + receivers + 14, _native.MAX_PEERS) // 2 * 2
     within("max_peers", max_peers, 1, _native.MAX_PEERS)

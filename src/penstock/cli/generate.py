@@ -7,6 +7,7 @@ import sys
 
 from penstock.cli.argument_parser import Commands
 from penstock.engine import cli_args as engine_args
+from penstock.errors import MemoryExhausted
 from penstock.installing import how_to_install
 
 SAMPLING = ("max_tokens", "temperature", "seed")  # options that each request without its own takes
@@ -76,4 +77,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"penstock generate: {error}: {how_to_install('engine')}", file=sys.stderr)
     except (ValueError, TypeError, OSError) as error:
         print(f"penstock generate: {error}", file=sys.stderr)
+    except MemoryExhausted as error:
+        print(f"penstock generate: {error}", file=sys.stderr)
+        return 1
     return 2

@@ -8,6 +8,7 @@ import sys
 from penstock.cli.argument_parser import Commands
 from penstock.cli.config_file import OPTION, with_config_file
 from penstock.cli.vllm_options import explain, without_always_on
+from penstock.errors import MemoryExhausted
 from penstock.installing import how_to_install
 from penstock.server import cli_args as server_args
 
@@ -42,4 +43,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"penstock serve: {error}: {how_to_install('engine')}", file=sys.stderr)
     except (ValueError, TypeError, OSError) as error:
         print(f"penstock serve: {error}", file=sys.stderr)
+    except MemoryExhausted as error:
+        print(f"penstock serve: {error}", file=sys.stderr)
+        return 1
     return 2

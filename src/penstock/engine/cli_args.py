@@ -30,7 +30,9 @@ def add(parser: argparse.ArgumentParser, *groups: str) -> None:
 
 
 def model_fields(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the fields of `EngineConfig` that say what computes the model."""
+    """Returns the fields of `EngineConfig` that say what computes the model. Raises ValueError."""
+    if options.model == "":  # an unset variable of a shell, and not the bundled model
+        raise ValueError("expected MODEL to be a directory or a name of the hub, got ''")
     if options.device_model == "simulated":
         return {"model": options.model or "", "simulated": SimulatedDevice(**option_values(SimulatedDevice, options))}
     return {"model": options.model or SHIPPED}

@@ -40,7 +40,8 @@ def listen(options: ServerOptions) -> socket.socket:
         return _unix_listener(options.uds) if options.uds else _listener(options)
     except OSError as error:
         if options.uds:
-            raise OSError(error.errno, f"cannot listen on {options.uds!r}: {error.strerror or error}") from None
+            number = error.errno or errno.ENAMETOOLONG  # which socket.bind leaves out
+            raise OSError(number, f"cannot listen on {options.uds!r}: {error.strerror or error}") from None
         hint = ": another --port, or 0 for one that is free" if error.errno == errno.EADDRINUSE else ""
         text = f"cannot listen on port {options.port} of {options.host!r}: {error.strerror or error}{hint}"
         raise OSError(error.errno, text) from None

@@ -128,8 +128,9 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_options(self)
-        if not all(self.api_keys):
-            raise ValueError("expected api_keys that are not empty, got an empty one")
+        for name in ("api_keys", "served_model_name"):
+            if not all(getattr(self, name)):
+                raise ValueError(f"expected {name} that are not empty, got an empty one")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ValueError("TLS needs both ssl_keyfile (--ssl-keyfile) and ssl_certfile (--ssl-certfile)")
         if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):

@@ -175,9 +175,17 @@ def test_an_option_that_does_not_exist_is_refused() -> None:
 
 @pytest.mark.parametrize("count", [0, -1, 65, 1 << 40])
 def test_broadcast_and_inbox_have_1_to_64_ends(count: int) -> None:
-    with pytest.raises(ValueError, match=f"1 to 64 receivers, got {count}"):
+    with pytest.raises(ValueError, match=f"receivers from 1 to 64, got {count}"):
         penstock.Broadcast(receivers=count)
-    with pytest.raises(ValueError, match=f"1 to 64 senders, got {count}"):
+    with pytest.raises(ValueError, match=f"senders from 1 to 64, got {count}"):
+        penstock.Inbox(senders=count)
+
+
+@pytest.mark.parametrize("count", ["2", 1.5, None])
+def test_count_of_ends_that_is_no_whole_number_is_refused(count: Any) -> None:
+    with pytest.raises(TypeError, match=f"receivers to be a whole number, got {count!r}"):
+        penstock.Broadcast(receivers=count)
+    with pytest.raises(TypeError, match=f"senders to be a whole number, got {count!r}"):
         penstock.Inbox(senders=count)
 
 

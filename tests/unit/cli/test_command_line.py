@@ -13,6 +13,7 @@ from penstock import Ring, cli
 from penstock.cli.vllm_options import ALWAYS_ON, DIFFERENCES, UNSUPPORTED
 from penstock.engine import cli_args
 from penstock.engine.protocol.config import EngineConfig
+from penstock.errors import MemoryExhausted
 from penstock.server import cli_args as server_args
 from penstock.server.cli_args import server_options
 
@@ -320,3 +321,34 @@ def test_inspect_ends_with_status_0_when_its_reader_has_ended() -> None:
             assert (done.returncode, done.stderr) == (0, ""), ring
     finally:
         os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([""], "expected MODEL to be a directory or a name of the hub, got ''"),
+        (["--device-model", "simulated", "--served-model-name="], "expected served_model_name that are not empty"),
+        (["--device-model", "simulated", "--uds", "/tmp/" + "x" * 108], "AF_UNIX path too long"),
+    ],
+)
+def test_empty_names_and_a_socket_path_too_long_are_refused_in_one_line(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["serve", *words]) != 0
+    error = capsys.readouterr().err
+    assert error.startswith("penstock serve: ") and text in error and "None" not in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "runner"), [("serve", "penstock.server.server_launcher"), ("generate", "penstock.engine.offline")]
+)
+def test_want_of_memory_at_the_start_is_told_in_one_line(
+    command: str, runner: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*_: Any) -> int:
+        raise MemoryExhausted("mapping 20 MiB of segment 'tokens 0.0': mmap: Cannot allocate memory")
+
+    monkeypatch.setattr(f"{runner}.run", run)
+    assert cli.main([command, "--device-model", "simulated", *(["prompts"] if command == "generate" else [])]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"penstock {command}: mapping 20 MiB") and error.count("\n") == 1
