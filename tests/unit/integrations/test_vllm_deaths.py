@@ -73,17 +73,17 @@ class Manager:
 def test_second_server_of_a_process_keeps_the_deaths_of_the_first() -> None:
     first, second = Manager(), Manager()
     deaths.begin_server(first)
-    environment_of_first = deaths.VLLM_DEATHS.read()
+    path = VLLM_DEATHS.read()
     deaths.note(DEATH)
     deaths.begin_server(second)
-    assert deaths.first_death(deaths.board_of(first)) == deaths.first_death(environment_of_first) == str(DEATH)
+    assert deaths.first_death(deaths.board_of(first)) == deaths.first_death(path) == str(DEATH)
     assert not deaths.first_death() and not deaths.first_death(deaths.board_of(second))
     assert deaths.causes() == str(DEATH)
     deaths.note(OTHER, deaths.board_of(second))
     assert deaths.causes() == f"{DEATH}; {OTHER}"
     del first
     assert deaths.causes() == str(OTHER)
-    assert not os.path.exists(environment_of_first)
+    assert not os.path.exists(path)
 
 
 class Wait:

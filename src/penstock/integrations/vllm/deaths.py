@@ -94,8 +94,9 @@ def board_of(manager: Any) -> str:
 
 
 def causes() -> str:
-    """Returns the first death of each server that this process runs: vLLM's error does not say which server has failed."""
-    return "; ".join(filter(None, map(first_death, list(_boards.values()) or [VLLM_DEATHS.read()])))
+    """Returns the first death of each server of this process: an error of vLLM does not name the server that failed."""
+    paths = list(_boards.values()) or [VLLM_DEATHS.read()]
+    return "; ".join(filter(None, map(first_death, paths)))
 
 
 def has_board() -> bool:
