@@ -66,6 +66,11 @@ def test_board_is_new_where_the_variable_names_another_file(tmp_path: Path) -> N
     assert path.read_text() == "of another program"
 
 
+def test_api_server_without_engine_cores_has_the_board_of_its_server() -> None:
+    deaths.note(DEATH)
+    assert deaths.first_death(deaths.board_of(None)) == str(DEATH)
+
+
 class Manager:
     """Of the engine cores of a server."""
 

@@ -39,7 +39,7 @@ CAUSE_S = (
 )
 SHUTDOWN_POLL_S = 5.0  # of a thread that waits for a death
 
-# Paths of the boards of servers whose engine cores this process has started, by vLLM's manager of the cores
+# Paths of the boards of servers with engine cores that this process has started, by vLLM's manager of the cores
 _boards: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
@@ -79,7 +79,7 @@ def create_board() -> None:
 
 
 def begin_server(manager: Any) -> None:
-    """Creates the board of the server whose engine cores the manager is about to start.
+    """Creates the board of a server. The manager is about to start its engine cores.
 
     A process may run several servers: a death in a server is not the cause of a death in another server.
     """
@@ -90,7 +90,7 @@ def begin_server(manager: Any) -> None:
 
 def board_of(manager: Any) -> str:
     """Returns the path of the server's board. An API server of several has no manager of engine cores."""
-    return _boards.get(manager) or VLLM_DEATHS.read()
+    return VLLM_DEATHS.read() if manager is None else _boards.get(manager) or VLLM_DEATHS.read()
 
 
 def causes() -> str:
