@@ -19,13 +19,16 @@ from tests.conftest import spawn
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(VLLM_DEATHS.name, "")
     deaths.create_board()
-    board = os.environ[VLLM_DEATHS.name]
+    paths = {os.environ[VLLM_DEATHS.name]}
     yield
-    for path in {board, os.environ[VLLM_DEATHS.name]}:
+    if deaths.has_board():  # the last server's board is closed with its manager
+        paths.add(os.environ[VLLM_DEATHS.name])
+    for path in paths:
         os.close(int(os.path.basename(path)))
 
 
 DEATH = deaths.ProcessDied.of("VllmWorker-0", 4711, DeathCause.of_exit_code(-9))
+OTHER = deaths.ProcessDied.of("EngineCore", 4712, DeathCause.of_exit_code(-9))
 
 
 def reopen_board(replies: Ring[bytes]) -> None:
@@ -63,10 +66,29 @@ def test_board_is_new_where_the_variable_names_another_file(tmp_path: Path) -> N
     assert path.read_text() == "of another program"
 
 
-def test_second_server_of_a_process_has_no_deaths_of_the_first() -> None:
+def test_api_server_without_engine_cores_has_the_board_of_its_server() -> None:
     deaths.note(DEATH)
-    deaths.begin_server()
-    assert not deaths.first_death()
+    assert deaths.first_death(deaths.board_of(None)) == str(DEATH)
+
+
+class Manager:
+    """Of the engine cores of a server."""
+
+
+def test_second_server_of_a_process_keeps_the_deaths_of_the_first() -> None:
+    first, second = Manager(), Manager()
+    deaths.begin_server(first)
+    path = VLLM_DEATHS.read()
+    deaths.note(DEATH)
+    deaths.begin_server(second)
+    assert deaths.first_death(deaths.board_of(first)) == deaths.first_death(path) == str(DEATH)
+    assert not deaths.first_death() and not deaths.first_death(deaths.board_of(second))
+    assert deaths.causes() == str(DEATH)
+    deaths.note(OTHER, deaths.board_of(second))
+    assert deaths.causes() == f"{DEATH}; {OTHER}"
+    del first
+    assert deaths.causes() == str(OTHER)
+    assert not os.path.exists(path)
 
 
 class Wait:

@@ -3,7 +3,7 @@
 queue.py           ends each wait with ProcessDied, whichever process of the executor has died
 the executor       calls its failure callback at a death in the group of its queues, and before it waits for its other
                    workers to end. vLLM sees a death when the kernel has freed the memory of the process
-each process       writes the death that it sees into the board; the first line is the cause of all others
+each process       writes the death that it sees into the board of its server; the first line is the cause of all others
 the API servers    put the first line into each EngineDeadError, and so into their answers
 the launcher       closes the port of several API servers at the first death, instead of with its own end
 """
@@ -17,6 +17,7 @@ import os
 import re
 import socket
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -38,6 +39,9 @@ CAUSE_S = (
 )
 SHUTDOWN_POLL_S = 5.0  # of a thread that waits for a death
 
+# Paths of the boards of servers with engine cores that this process has started, by vLLM's manager of the cores
+_boards: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
 
 class ProcessDied(RuntimeError):
     """A process of vLLM has died: "VllmWorker-1 (rank 1, pid 4711) died: killed by SIGKILL"."""
@@ -56,7 +60,7 @@ class ProcessDied(RuntimeError):
         return error
 
 
-# ── the board: a file without a name, which the first process of the server holds ──
+# ── the board: a file without a name, which the first process of the server holds, for each server ──
 def open_board() -> None:
     """Makes the board, unless this process has the board of the process that has started it.
 
@@ -74,12 +78,25 @@ def create_board() -> None:
     os.environ[VLLM_DEATHS.name] = f"/proc/{os.getpid()}/fd/{board}"
 
 
-def begin_server() -> None:
-    """A process may run one server after the other: a death of the first is not the cause of a death of the second."""
-    if has_board() and VLLM_DEATHS.read().startswith(f"/proc/{os.getpid()}/"):
-        os.truncate(VLLM_DEATHS.read(), 0)
-    else:
-        create_board()
+def begin_server(manager: Any) -> None:
+    """Creates the board of a server. The manager is about to start its engine cores.
+
+    A process may run several servers: a death in a server is not the cause of a death in another server.
+    """
+    create_board()
+    _boards[manager] = VLLM_DEATHS.read()
+    weakref.finalize(manager, os.close, int(os.path.basename(_boards[manager])))
+
+
+def board_of(manager: Any) -> str:
+    """Returns the path of the server's board. An API server of several has no manager of engine cores."""
+    return VLLM_DEATHS.read() if manager is None else _boards.get(manager) or VLLM_DEATHS.read()
+
+
+def causes() -> str:
+    """Returns the first death of each server of this process: an error of vLLM does not name the server that failed."""
+    paths = list(_boards.values()) or [VLLM_DEATHS.read()]
+    return "; ".join(filter(None, map(first_death, paths)))
 
 
 def has_board() -> bool:
@@ -89,16 +106,16 @@ def has_board() -> bool:
     return False
 
 
-def first_death() -> str:
-    """Returns the text of the first death in the server; empty: none is known."""
-    with suppress(OSError), open(VLLM_DEATHS.read(), encoding="utf-8") as board:
+def first_death(path: str | None = None) -> str:
+    """Returns the text of the first death on the board; empty: none is known."""
+    with suppress(OSError), open(path or VLLM_DEATHS.read(), encoding="utf-8") as board:
         return board.readline().rstrip()
     return ""
 
 
-def note(death: ProcessDied) -> ProcessDied:
+def note(death: ProcessDied, path: str | None = None) -> ProcessDied:
     """Logs a death, unless it is on the board, and writes it there."""
-    with suppress(OSError), open(VLLM_DEATHS.read(), "r+b", buffering=0) as board:
+    with suppress(OSError), open(path or VLLM_DEATHS.read(), "r+b", buffering=0) as board:
         if f"{death}\n".encode() in board.readlines():
             return death
         board.write(f"{death}\n".encode())
@@ -111,13 +128,13 @@ def process_died(death: PeerDied) -> ProcessDied:
     return note(ProcessDied.of(death.name, death.pid, death.cause))
 
 
-def note_failed(processes: Sequence[Any]) -> ProcessDied | None:
+def note_failed(processes: Sequence[Any], path: str | None = None) -> ProcessDied | None:
     """Notes the first of the processes of `multiprocessing` that has ended with an error; None: none has."""
     by_sentinel = {process.sentinel: process for process in processes}
     for sentinel in wait(list(by_sentinel), timeout=0):
         process = by_sentinel[sentinel]
         if exit_code := exit_code_of(process):
-            return note(ProcessDied.of(process.name, process.pid, DeathCause.of_exit_code(exit_code)))
+            return note(ProcessDied.of(process.name, process.pid, DeathCause.of_exit_code(exit_code)), path)
     return None
 
 
@@ -169,7 +186,7 @@ def replace() -> None:
     @functools.wraps(create)
     def with_cause(self: EngineDeadError, *arguments: Any, **keywords: Any) -> None:
         create(self, *arguments, **keywords)
-        if cause := first_death():
+        if cause := causes():
             self.args = (f"{self.args[0]} {cause}", *self.args[1:])
 
     EngineDeadError.__init__ = with_cause
@@ -229,12 +246,12 @@ def replace_in_servers() -> None:
     from vllm.v1.utils import APIServerProcessManager
 
     @before(CoreEngineProcManager, "__init__")
-    def begin(*_: Any, **__: Any) -> None:
-        begin_server()
+    def begin(manager: Any, *_: Any, **__: Any) -> None:
+        begin_server(manager)
 
     @before(CoreEngineProcManager, "shutdown")
     def note_core(manager: Any, timeout: float | None = None) -> None:
-        note_failed(manager.processes)
+        note_failed(manager.processes, board_of(manager))
 
     @before(APIServerProcessManager, "shutdown")
     def refuse_connections(manager: Any, timeout: float | None = None) -> None:
@@ -247,5 +264,6 @@ def replace_in_servers() -> None:
     @before(AsyncLLM, "shutdown")
     def answer_open_requests(llm: Any, timeout: float | None = None) -> None:
         """An API server that ends for another process's death would leave its clients without an answer."""
-        if first_death():
+        client = getattr(llm, "engine_core", None)
+        if client is not None and first_death(board_of(client.resources.engine_manager)):
             llm.output_processor.propagate_error(EngineDeadError())

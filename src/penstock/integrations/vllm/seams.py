@@ -255,6 +255,8 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Mentions("vllm.v1.engine.utils:CoreEngineProcManager.__init__", "processes"),
         Mentions("vllm.v1.utils:APIServerProcessManager.__init__", "processes"),
         Mentions("vllm.v1.engine.async_llm:AsyncLLM.__init__", "output_processor"),
+        Mentions("vllm.v1.engine.async_llm:AsyncLLM.__init__", "engine_core"),
+        HasFields("vllm.v1.engine.core_client:BackgroundResources", ("engine_manager",)),
         Signature("vllm.v1.engine.utils:CoreEngineProcManager.shutdown", ("self", "timeout")),
         Signature("vllm.v1.utils:APIServerProcessManager.shutdown", ("self", "timeout")),
         Mentions("vllm.v1.utils:APIServerProcessManager.__init__", "sock"),
