@@ -1,5 +1,6 @@
 """Imports and forks of a fork server in tests, in a small module: each start imports the module."""
 
+import ctypes
 import os
 import pickle
 import random
@@ -23,6 +24,10 @@ def start_thread() -> None:
 
 def fail_to_import() -> None:
     raise ImportError("no module of that name")
+
+
+def initialize_driver() -> None:
+    assert ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
 
 
 def import_for_ever() -> None:
