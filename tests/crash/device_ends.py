@@ -1,8 +1,8 @@
 """Producers and consumers of device memory, and the process that kills them (test_device_memory_deaths).
 
 Children are forks of a server that has imported this module. Where torch has no CUDA, the import opens a double of the
-driver, which a fork can go on with. A real device is opened by each child: a fork of a process that has asked the driver
-has no device.
+driver, which a fork can go on with. A real device is opened by each child: a fork of a process that has asked the
+driver has no device.
 """
 
 from __future__ import annotations

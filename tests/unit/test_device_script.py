@@ -21,7 +21,8 @@ targets = [("bandwidth", 0.95, {bandwidth}), ("wrong tensors", 0, {wrong})]
 with open(sys.argv[-1] + "/copies.jsonl", "w") as file:
     for name, limit, figure in targets:
         met = figure >= limit if limit else figure == 0
-        print(json.dumps(dict(case="target", target=name, limit=limit, figure=figure, met=met, is_speed=limit > 0)), file=file)
+        record = dict(case="target", target=name, limit=limit, figure=figure, met=met, is_speed=limit > 0)
+        print(json.dumps(record), file=file)
 """
 TESTS = """
 import pytest
