@@ -226,13 +226,15 @@ def with_consumer(nbytes: int, device: int, matrix: int, work: Callable[[Ends], 
 
 def targets(torch: Any, output: Output, device: int, sizes: Sizes) -> Iterator[Target]:
     case = "upload from a segment, bandwidth over private pinned memory"
-    yield Target(case, UPLOAD_TARGET, "x", upload(torch, output, sizes), is_least=True)
+    yield Target(case, UPLOAD_TARGET, "x", upload(torch, output, sizes), is_least=True, is_speed=True)
     for mb in sizes.ipc_mb:
         work = partial(ipc, torch, output, mb=mb, rounds=sizes.rounds)
         ratio, view_us = with_consumer(4 * mb * 1_000_000, device, sizes.matrix, work)
-        yield Target(f"{mb} MB to another process, time over torch.multiprocessing", IPC_TARGET, "x", ratio)
+        case = f"{mb} MB to another process, time over torch.multiprocessing"
+        yield Target(case, IPC_TARGET, "x", ratio, is_speed=True)
         if mb == sizes.ipc_mb[0]:
-            yield Target(f"{mb} MB, from share() until the other process has its view", VIEW_TARGET_US, "us", view_us)
+            case = f"{mb} MB, from share() until the other process has its view"
+            yield Target(case, VIEW_TARGET_US, "us", view_us, is_speed=True)
     wrong = with_consumer(3 * sizes.reuse_nbytes, device, sizes.matrix, lambda ends: reuse(torch, output, ends, sizes))
     yield Target("tensors that were overwritten before they were read", 0, "", wrong)
 

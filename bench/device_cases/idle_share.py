@@ -89,8 +89,8 @@ def report(device: Device, of_kernels: Any, of_calls: Any, allocations: float) -
         kernels=len(events) / steps, allocations=allocations,
         **{call.replace(" ", "_"): count / WARM_UP for call, count in counts.items()},
     )  # fmt: skip
-    device.targets.append(Target(f"share of time without a kernel, {slots} rows", IDLE, "", share))
-    device.targets.append(Target(f"the same, gaps longer than {LONG_US:g} us alone", IDLE, "", waiting))
+    device.targets.append(Target(f"share of time without a kernel, {slots} rows", IDLE, "", share, is_speed=True))
+    device.targets.append(Target(f"the same, gaps longer than {LONG_US:g} us alone", IDLE, "", waiting, is_speed=True))
     order = f"{device.scale.device}_time_total"
     device.run.output.say(of_kernels.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=60))
 

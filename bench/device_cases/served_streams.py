@@ -50,7 +50,7 @@ def load_of(device: Device, server: Ours, requests: int, at_once: int) -> None:
     headline = headline.format(at_once, *times.values(), tokens_per_s)
     device.record("streams", headline, at_once=at_once, **times, tokens_per_s=tokens_per_s, load_cores=cores, **cpu)
     if at_once == 1:
-        device.targets.append(Target("TPOT p50 of a stream", TPOT_MS, "ms", times["tpot_p50_ms"]))
+        device.targets.append(Target("TPOT p50 of a stream", TPOT_MS, "ms", times["tpot_p50_ms"], is_speed=True))
 
 
 # ── a worker is killed ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,7 +109,7 @@ async def killed_streams(device: Device, server: Ours) -> None:
     device.targets += [
         Target("streams of a killed worker without all their tokens", 0, "", cut),
         Target("share with the text of a run without a kill", LEAST_EQUAL, "", equal, is_least=True),
-        Target("from the kill until the next core serves", RESTART_S, "s", restart),
+        Target("from the kill until the next core serves", RESTART_S, "s", restart, is_speed=True),
     ]
 
 

@@ -17,6 +17,7 @@ class Target:
     unit: str
     figure: float | None
     is_least: bool = False  # the figure is to be at least the limit; otherwise at most
+    is_speed: bool = False  # missing it is a figure to publish, and no fault
 
     @property
     def is_met(self) -> bool | None:
@@ -34,7 +35,7 @@ def show(output: Output, impl: str, result: Sequence[Target]) -> bool:
         figure = "-" if item.figure is None else f"{short(item.figure)} {item.unit}".rstrip()
         rows.append((item.case, [limit, figure, words[item.is_met]]))
         met = {"met": item.is_met} if item.figure is not None else {"missing": "not measured"}
-        output.record("target", impl, target=item.case, unit=item.unit, limit=item.limit,
+        output.record("target", impl, target=item.case, unit=item.unit, limit=item.limit, is_speed=item.is_speed,
                       **({"figure": item.figure} if item.figure is not None else {}), **met)  # fmt: skip
     output.table("Targets", ["target", "figure", "met?"], rows)
     return all(item.is_met is not False for item in result)

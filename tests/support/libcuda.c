@@ -24,6 +24,7 @@ enum {
     OK = 0,
     INVALID_VALUE = 1,
     OUT_OF_MEMORY = 2,
+    NOT_INITIALIZED = 3,
     INVALID_DEVICE = 101,
     INVALID_CONTEXT = 201,
     PEER_ACCESS_UNSUPPORTED = 217,
@@ -702,9 +703,12 @@ Result cuStreamWaitEvent(void *stream, Event *event, unsigned flags) {
 }
 
 /* ── devices and contexts ── */
+static _Atomic int is_initialized;
+
 Result cuInit(unsigned flags) {
     (void)flags;
     BEGIN;
+    is_initialized = 1;
     return end(OK);
 }
 
@@ -714,6 +718,8 @@ Result cuDriverGetVersion(int *version) {
 }
 
 Result cuDeviceGetCount(int *count) {
+    if (!is_initialized)
+        return NOT_INITIALIZED;
     *count = DEVICES;
     return OK;
 }

@@ -21,7 +21,8 @@ targets = [("bandwidth", 0.95, {bandwidth}), ("wrong tensors", 0, {wrong})]
 with open(sys.argv[-1] + "/copies.jsonl", "w") as file:
     for name, limit, figure in targets:
         met = figure >= limit if limit else figure == 0
-        print(json.dumps(dict(case="target", target=name, limit=limit, figure=figure, met=met)), file=file)
+        record = dict(case="target", target=name, limit=limit, figure=figure, met=met, is_speed=limit > 0)
+        print(json.dumps(record), file=file)
 """
 TESTS = """
 import pytest
@@ -132,11 +133,17 @@ def test_row_of_tests_that_leave_no_report_fails(script: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bandwidth", "wrong", "options", "is_passed"),
-    [(0.98, 0, (), True), (0.5, 0, (), False), (0.5, 0, ("--rehearse",), True), (0.98, 1, ("--rehearse",), False)],
+    ("bandwidth", "wrong", "options", "result"),
+    [
+        (0.98, 0, (), "passed"),
+        (0.5, 0, (), "missed"),
+        (0.5, 1, (), "FAILED"),
+        (0.5, 0, ("--rehearse",), "passed"),
+        (0.98, 1, ("--rehearse",), "FAILED"),
+    ],
 )
-def test_row_of_a_benchmark_fails_if_a_target_is_missed(
-    script: Any, tmp_path: Path, bandwidth: float, wrong: int, options: tuple[str, ...], is_passed: bool
+def test_row_of_a_benchmark_fails_by_wrong_results_not_by_slow_ones(
+    script: Any, tmp_path: Path, bandwidth: float, wrong: int, options: tuple[str, ...], result: str
 ) -> None:
     for path, text in (
         ("bench/copies.py", BENCHMARK.format(bandwidth=bandwidth, wrong=wrong)),
@@ -144,10 +151,12 @@ def test_row_of_a_benchmark_fails_if_a_target_is_missed(
     ):
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text(text)
-    outcome = script.benchmark("copies")(run_of(script, *options))
-    assert outcome.is_passed is is_passed
-    assert outcome.figure == f"bandwidth: {bandwidth} (0.95); wrong tensors: {wrong} (0)"
-    assert [record["figure"] for record in outcome.records] == [bandwidth, wrong]
+    run = run_of(script, *options)
+    run.row(script.Row("copies", script.benchmark("copies"), 60))
+    row = run.results[0]
+    assert (row.result, run.conclude()) == (result, int(result == "FAILED"))
+    assert row.figure == f"bandwidth: {bandwidth} (0.95); wrong tensors: {wrong} (0)"
+    assert [record["figure"] for record in row.records] == [bandwidth, wrong]
 
 
 def test_row_of_a_benchmark_that_raises_has_its_last_line(script: Any, tmp_path: Path) -> None:
@@ -188,6 +197,17 @@ def test_memcheck_passes_unless_the_sanitizer_counts_errors(
         tool.chmod(0o755)
     outcome = script.memcheck(run_of(script))
     assert (outcome.is_passed, outcome.figure) == (is_passed, figure)
+
+
+def test_memcheck_that_is_killed_by_its_limit_fails(script: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho begun\nexec sleep 60\n")
+    tool.chmod(0o755)
+    run = run_of(script)
+    run.row_ends = 0.0
+    outcome = script.memcheck(run)
+    assert (outcome.is_passed, outcome.figure) == (False, "ended by its limit: ended after 1 s")
 
 
 # ── wheels ───────────────────────────────────────────────────────────────────────────────────────────────────────────

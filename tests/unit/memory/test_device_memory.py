@@ -486,10 +486,9 @@ except cuda.NoDevice as error:
     assert done.stdout.strip() == f"no tensors of a device: torch is not installed ({how_to_install('cuda')})"
 
 
-def test_torch_without_cuda_is_named_in_the_error() -> None:
+def test_torch_without_cuda_is_named_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[torch]'")
-    if torch.version.cuda is not None:
-        pytest.skip("this torch is built with CUDA")
+    monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(NoDevice, match="is built without CUDA"):
         driver_of()
     assert issubclass(NoDevice, penstock.PenstockError) and issubclass(ForeignDevice, penstock.PenstockError)

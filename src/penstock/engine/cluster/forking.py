@@ -11,6 +11,7 @@ A forked process has no descriptor that a spawned process has not. `random` has 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -36,6 +37,7 @@ PR_SET_NAME = 15
 PID = struct.Struct("<i")  # the reply to a request; negative: an errno
 COUNT = struct.Struct("<I")  # the last packet of a request: how many descriptors it has
 MAX_PASSED = 200  # descriptors of a packet; Linux takes 253
+NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED
 THREADS_END_S = 1.0  # within which threads that a fork ends have left /proc
 
 _passed: list[int] = []  # descriptors of this forked process, by index
@@ -132,9 +134,18 @@ def find_obstacle() -> str:
             return f"a module has started threads when it was imported: {', '.join(names)}"
         time.sleep(0.001)
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
+    if is_cuda_initialized() or (torch is not None and torch.cuda.is_initialized()):  # the latter knows ROCm, too
         return "a module has initialized CUDA when it was imported"
     return ""
+
+
+def is_cuda_initialized() -> bool:
+    """Whether this process has called cuInit, as torch.cuda.is_available does: then its forks have no device."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", os.RTLD_NOLOAD)
+    except OSError:  # no module has loaded the library
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED)
 
 
 def send_imports(connection: socket.socket, imports: Callable[[], object]) -> None:

@@ -1,6 +1,7 @@
 """Imports and forks of a fork server in tests, in a small module: each start imports the module."""
 
 import contextlib
+import ctypes
 import os
 import pickle
 import random
@@ -24,6 +25,10 @@ def start_thread() -> None:
 
 def fail_to_import() -> None:
     raise ImportError("no module of that name")
+
+
+def initialize_driver() -> None:
+    assert ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
 
 
 def import_for_ever() -> None:

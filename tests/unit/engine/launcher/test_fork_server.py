@@ -135,6 +135,17 @@ async def test_fork_server_refuses_once_for_imports_that_cannot_be_forked(
 
 
 @in_a_loop
+async def test_fork_server_refuses_after_cuinit_without_torch(log: pytest.LogCaptureFixture) -> None:
+    """As torch.cuda.is_available does: torch counts as not initialized then, and its forks have no device."""
+    from tests.support.libcuda import has_device, open_device  # skips where torch is missing
+
+    with contextlib.nullcontext() if has_device() else open_device():
+        async with serving(lives.initialize_driver) as server:
+            assert server.fork(lives.describe, (), "") is None
+            assert reasons(log) == ["a module has initialized CUDA when it was imported"]
+
+
+@in_a_loop
 async def test_fork_server_refuses_without_a_subreaper(
     monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ) -> None:

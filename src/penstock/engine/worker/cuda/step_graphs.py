@@ -54,6 +54,7 @@ class Recordings:
         self._all_sizes = sizes
         self.sizes: list[int] = []  # of the graphs, in order
         self._replays: dict[int, Replay] = {}
+        self._result: Tensor | None = None  # of the largest graph; the results of the other graphs are copied into it
 
     def __len__(self) -> int:
         return len(self._replays)
@@ -62,6 +63,8 @@ class Recordings:
         self, compute: Callable[[int], Tensor], kind: str, prepare: Callable[[int], None] = lambda _: None
     ) -> None:
         """Records steps of all sizes. The larger ones come first: the smaller ones share their memory.
+
+        All graphs write one result: logits of its own would be kept for each graph, outside the shared memory.
 
         A size for which a rank lacks memory is left out. Without any graph from some size on, larger steps run without.
         """
@@ -78,6 +81,7 @@ class Recordings:
             elif state == REFUSED:
                 event(f"{kind} steps are not recorded", WARNING, why=reason, size=size)
                 self._replays.clear()
+                self._result = None
                 return
         self.sizes = sorted(self._replays)
         if lacking:
@@ -99,11 +103,16 @@ class Recordings:
         state = self._ranks.least(attempt.state)
         if state == RECORDED:
             with attempt:
-                replay = recorder.record(lambda: compute(size))
+                replay = recorder.record(lambda: self._shared(compute(size)))
             state = self._ranks.least(attempt.state)
         if state == RECORDED and replay is not None:
             self._replays[size] = replay
+            if self._result is None:
+                self._result = replay()
         return state, attempt.why
+
+    def _shared(self, result: Tensor) -> Tensor:
+        return result if self._result is None else self._result[: result.shape[0]].copy_(result)
 
     def padded(self, size: int) -> int | None:
         """Returns the least recorded size from `size` up; None: there is none."""

@@ -20,7 +20,7 @@ from penstock.engine.worker.cuda.step_graphs import NO_MEMORY, RECORDED, Recordi
 from penstock.engine.worker.cuda.step_room import StepRoom  # noqa: E402
 from penstock.engine.worker.cuda.steps import AgreedShortage, CudaSteps  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
-from tests.support.cuda_double import CudaDouble  # noqa: E402
+from tests.support.cuda_double import GRANULE, CudaDouble  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
 
@@ -92,6 +92,15 @@ def test_allocation_that_fails_costs_one_size(size: int, double: CudaDouble) -> 
         lacking |= set(SIZES) - set(recordings.sizes)
         assert all((recordings.replay(recorded) == 2).all() for recorded in recordings.sizes), place
     assert lacking == set(SIZES)
+
+
+def test_graphs_keep_the_memory_of_one_result(double: CudaDouble) -> None:
+    """Else each would keep its logits: gigabytes for a large vocabulary."""
+    model = Model(TPGroup())
+    before = double.held_nbytes
+    recordings = model.record()
+    assert double.held_nbytes - before == GRANULE and len(recordings) == len(SIZES)
+    assert [recordings.replay(size).shape[0] for size in SIZES] == SIZES
 
 
 def test_rank_without_memory_takes_part_in_no_operation_of_all_ranks(double: CudaDouble) -> None:
