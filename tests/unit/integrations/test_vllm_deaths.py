@@ -91,6 +91,20 @@ def test_second_server_of_a_process_keeps_the_deaths_of_the_first() -> None:
     assert not os.path.exists(path)
 
 
+def test_death_is_not_written_to_a_file_in_the_place_of_a_board(tmp_path: Path) -> None:
+    manager = Manager()
+    deaths.begin_server(manager)
+    path = tmp_path / "other"
+    path.write_text("text")
+    other = os.open(path, os.O_RDWR)
+    try:
+        os.dup2(other, int(os.path.basename(VLLM_DEATHS.read())))  # as if the number was used again
+        deaths.note(DEATH)
+        assert path.read_text() == "text" and deaths.first_death() == ""
+    finally:
+        os.close(other)
+
+
 class Wait:
     """An executor with a count of its callbacks, and its thread in `await_death`."""
 

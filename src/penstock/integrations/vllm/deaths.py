@@ -85,7 +85,8 @@ def begin_server(manager: Any) -> None:
     """
     create_board()
     _boards[manager] = VLLM_DEATHS.read()
-    weakref.finalize(manager, os.close, int(os.path.basename(_boards[manager])))
+    closing = weakref.finalize(manager, os.close, int(os.path.basename(_boards[manager])))
+    closing.atexit = False  # processes of the server may look at the board until this process has ended
 
 
 def board_of(manager: Any) -> str:
@@ -100,25 +101,34 @@ def causes() -> str:
 
 
 def has_board() -> bool:
-    """Returns whether the variable names a board: a number of a descriptor may be that of another file now."""
+    """Returns whether the variable names a board."""
+    return _is_board(VLLM_DEATHS.read())
+
+
+def _is_board(path: str) -> bool:
+    """Returns whether a board is at a path: the number of a closed descriptor may be that of another file now."""
     with suppress(OSError):
-        return os.readlink(VLLM_DEATHS.read()).startswith(f"/memfd:{BOARD}")
+        return os.readlink(path).startswith(f"/memfd:{BOARD}")
     return False
 
 
 def first_death(path: str | None = None) -> str:
     """Returns the text of the first death on the board; empty: none is known."""
-    with suppress(OSError), open(path or VLLM_DEATHS.read(), encoding="utf-8") as board:
-        return board.readline().rstrip()
+    path = path or VLLM_DEATHS.read()
+    if _is_board(path):
+        with suppress(OSError), open(path, encoding="utf-8") as board:
+            return board.readline().rstrip()
     return ""
 
 
 def note(death: ProcessDied, path: str | None = None) -> ProcessDied:
     """Logs a death, unless it is on the board, and writes it there."""
-    with suppress(OSError), open(path or VLLM_DEATHS.read(), "r+b", buffering=0) as board:
-        if f"{death}\n".encode() in board.readlines():
-            return death
-        board.write(f"{death}\n".encode())
+    path, line = path or VLLM_DEATHS.read(), f"{death}\n".encode()
+    if _is_board(path):
+        with suppress(OSError), open(path, "r+b", buffering=0) as board:
+            if line in board.readlines():
+                return death
+            board.write(line)
     LOGGER.error("%s", death)
     return death
 

@@ -246,10 +246,12 @@ def test_random_lengths_are_answered_as_by_transformers(
     must_be_greedy(of.path, requests, result.answers)
 
 
+@pytest.mark.timeout(400)  # 20 s alone, of which most is interpreting
 def test_two_ranks_on_one_device_answer_as_one_by_gloo(family: Callable[..., Family], tmp_path: Path) -> None:
     ranks_must_answer(2, [family("qwen3")], tmp_path, slice(1, 4), device="cuda")
 
 
+@pytest.mark.timeout(400)  # 20 s alone, of which most is interpreting
 def test_rank_without_memory_for_a_step_fails_its_requests_on_all_ranks(
     family: Callable[..., Family], tmp_path: Path
 ) -> None:
