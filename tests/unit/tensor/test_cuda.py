@@ -415,6 +415,17 @@ if not IS_REAL:  # a driver that fails when a test wants it
         double.driver.fail_no_more()
         assert double.driver.held() == {} and len(os.listdir("/proc/self/fd")) == len(before)
 
+    @pytest.mark.parametrize("call", CALLS)
+    def test_driver_that_refuses_to_share_memory_gives_legacy_handles(call: str, double: DriverDouble) -> None:
+        torch_driver._driver.cache_clear()
+        double.driver.fail(call, 1, ILLEGAL_ADDRESS)
+        try:
+            with pytest.warns(RuntimeWarning, match=f"shared by legacy handles: {call}"), new_pool(MIB) as pool:
+                assert isinstance(torch_driver.HANDLES.decode(pool.about.handle), LegacyHandle)
+        finally:
+            double.driver.fail_no_more()
+            torch_driver._driver.cache_clear()
+
     def test_memory_that_cannot_be_mapped_is_not_held_and_opens_later() -> None:
         calls = ("cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess")
         with new_pool(8 * MIB) as pool, Store(MIB) as host:

@@ -1,4 +1,4 @@
-"""The rows of a message to output processors, turned into the columns of a `Delta`."""
+"""The rows of a message to output processors, turned into the columns of a `Delta`, and outputs held for later ones."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from penstock.engine.protocol.messages import (
     Requests,
     Slots,
 )
+from penstock.engine.text.answer_text import Piece
 
 
 class SampleEnd(NamedTuple):
@@ -36,6 +37,31 @@ class FinishedWithoutToken(NamedTuple):
     reason: FinishReason
     ids: list[int]
     text: bytes
+
+
+class HeldOutput(NamedTuple):
+    ids: list[int]
+    texts: list[str]
+    pieces: list[Piece]
+
+
+class HeldOutputs:
+    """Outputs of samples that wait for the end of an interval (`EngineConfig.stream_interval`), by slot."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, HeldOutput] = {}
+
+    def hold(self, slot: int, output: HeldOutput) -> None:
+        """Adds an output to those that the slot has."""
+        held = self._outputs.setdefault(slot, output)
+        if held is not output:
+            held.ids.extend(output.ids)
+            held.texts.extend(output.texts)
+            held.pieces.extend(output.pieces)
+
+    def take(self, slot: int) -> HeldOutput:
+        """Returns what the slot has, and forgets it."""
+        return self._outputs.pop(slot, None) or HeldOutput([], [], [])
 
 
 class DeltaBuilder:

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from penstock.engine.output.delta_builder import DeltaBuilder, FinishedWithoutToken, SampleEnd
-from penstock.engine.output.held_outputs import HeldOutput, HeldOutputs
+from penstock.engine.output.delta_builder import DeltaBuilder, FinishedWithoutToken, HeldOutput, HeldOutputs, SampleEnd
 from penstock.engine.output.logprobs_json import LogprobsWriter
 from penstock.engine.protocol.columns import Index, LogprobRows
 from penstock.engine.protocol.config import EngineConfig

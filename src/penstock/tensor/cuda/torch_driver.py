@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,9 +83,10 @@ class TorchDriver:
             numbers = {index: self._ask("cuDeviceGet", index)[0] for index in range(torch.cuda.device_count())}
             del numbers[device]
             readers = [index for index, other in numbers.items() if self._can_reach(other, number)]
-            self._virtual = VirtualMemory(driver, self._ask, device, readers)
-            self.readers |= {self._uuid_of(numbers[index]) for index in readers}
-            self._peers |= {self._uuid_of(other) for other in numbers.values() if self._can_reach(number, other)}
+            self._virtual = self._try_virtual(readers)
+            if self._virtual is not None:
+                self.readers |= {self._uuid_of(numbers[index]) for index in readers}
+                self._peers |= {self._uuid_of(other) for other in numbers.values() if self._can_reach(number, other)}
 
     # ── memory ──
     def allocate(self, nbytes: int) -> int:
@@ -120,8 +122,9 @@ class TorchDriver:
         return msgspec.msgpack.encode(handle)
 
     def can_map(self, device: bytes, handle: bytes) -> bool:
-        # A legacy handle of another device would begin a context there.
-        return device == self.uuid or (device in self._peers and isinstance(_decoded(handle), DescriptorHandle))
+        if isinstance(_decoded(handle), LegacyHandle):  # of another device, it would begin a context there
+            return device == self.uuid
+        return self._virtual is not None and device in self._peers
 
     def open(self, handle: bytes, nbytes: int) -> int:
         decoded = _decoded(handle)
@@ -228,6 +231,22 @@ class TorchDriver:
         return contextlib.nullcontext() if stream is None else self._torch.cuda.stream(stream)
 
     # ── within ──
+    def _try_virtual(self, readers: list[int]) -> VirtualMemory | None:
+        """Returns None where the driver does not do what its attributes say: sandboxes refuse to export memory."""
+        try:
+            with self._pushed():
+                memory = VirtualMemory(self._cuda, self._ask, self._device.index, readers)
+                try:
+                    memory.close(memory.allocate(1))
+                except DeviceError as error:
+                    if error.args[1:] != ("CUDA_ERROR_OUT_OF_MEMORY",):  # which says nothing about sharing
+                        raise
+        except (DeviceError, OSError) as error:
+            why = error.args[0] if isinstance(error, DeviceError) else error
+            warnings.warn(f"device memory is shared by legacy handles: {why}", RuntimeWarning, stacklevel=2)
+            return None
+        return memory
+
     def _can_reach(self, device: Any, other: Any) -> bool:
         return bool(self._ask("cuDeviceCanAccessPeer", device, other)[0])
 

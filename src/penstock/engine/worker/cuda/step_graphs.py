@@ -40,9 +40,9 @@ Replay: TypeAlias = Callable[[], Tensor]
 
 class GraphRecorder(Protocol):
     def record(self, compute: Callable[[], Tensor]) -> Replay:
-        """Records what `compute` does with its tensors; it may be called several times. Returns the replay, which
-        computes with the tensors' contents of that time. Its result is valid until the next replay. Raises an error
-        if `compute` cannot be recorded."""
+        """Records what the last of several calls of `compute` does with its tensors. Returns the replay, which computes
+        with the tensors' contents of that time. Its result is valid until the next replay. Raises an error if
+        `compute` cannot be recorded."""
 
 
 class Recordings:
@@ -92,7 +92,13 @@ class Recordings:
         self, size: int, recorder: GraphRecorder, compute: Callable[[int], Tensor], prepare: Callable[[int], None]
     ) -> tuple[int, str]:
         """Returns the least state of all ranks, and why this rank cannot record the size."""
-        attempt, replay = Attempt(), None
+        attempt, replay, results = Attempt(), None, list[Tensor]()
+
+        def compute_shared() -> Tensor:
+            results.clear()  # first, so that no two results are held
+            results.append(self._shared(compute(size)))
+            return results[0]
+
         with attempt:
             prepare(size)
             if self._ranks.size > 1:
@@ -103,12 +109,12 @@ class Recordings:
         state = self._ranks.least(attempt.state)
         if state == RECORDED:
             with attempt:
-                replay = recorder.record(lambda: self._shared(compute(size)))
+                replay = recorder.record(compute_shared)
             state = self._ranks.least(attempt.state)
         if state == RECORDED and replay is not None:
             self._replays[size] = replay
             if self._result is None:
-                self._result = replay()
+                self._result = results[0]
         return state, attempt.why
 
     def _shared(self, result: Tensor) -> Tensor:
@@ -136,7 +142,8 @@ class Attempt:
         if not isinstance(error, Exception) or isinstance(error, torch.distributed.DistError):
             return False
         cause = error.__context__ or error  # the end of a failed recording raises an error of its own
-        self.state = NO_MEMORY if torch.OutOfMemoryError in (type(cause), type(error)) else REFUSED
+        lacks_memory = torch.OutOfMemoryError in (type(cause), type(error)) or "out of memory" in str(cause)
+        self.state = NO_MEMORY if lacks_memory else REFUSED
         self.why = f"{type(cause).__name__}: {cause}".partition("\n")[0]
         return True
 
@@ -166,6 +173,8 @@ class DecodeSteps:
     @torch.inference_mode()
     def prepare(self) -> None:
         self.graphs.record(self._compute, "decode")
+        if not self.graphs:
+            self._compute(1)  # compiles `advance`: no request waits for that
 
     def compute(self, rows: int) -> StepLogits:
         """Computes the first so many rows of the state."""

@@ -172,6 +172,27 @@ def test_random_text_without_graphs_is_answered_as_on_the_cpu(
     assert not runner.faults()
 
 
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_each_kernel_is_compiled_before_the_first_request(
+    has_graphs: bool,
+    family: Callable[[str], Family],
+    on_double: Callable[..., OnDouble],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launch, launched = CudaDouble.launch_kernel, set[Any]()
+
+    def note(double: CudaDouble, kernel: Any, *arguments: Any, **options: Any) -> None:
+        launched.add(kernel)
+        launch(double, kernel, *arguments, **options)
+
+    monkeypatch.setattr(CudaDouble, "launch_kernel", note)
+    of = family("qwen3")
+    runner = on_double(of, has_graphs=has_graphs)
+    compiled = set(launched)
+    runner.ask(of.requests[4:6])
+    assert launched == compiled
+
+
 @pytest.mark.parametrize("name", chosen(*VISION))
 @pytest.mark.parametrize("budget", [6, BUDGET])
 def test_images_are_answered_as_by_transformers(

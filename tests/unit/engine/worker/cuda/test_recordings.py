@@ -16,7 +16,7 @@ from tests.support.interpreter import require_interpreter  # noqa: E402
 require_interpreter()
 
 from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
-from penstock.engine.worker.cuda.step_graphs import NO_MEMORY, RECORDED, Recordings  # noqa: E402
+from penstock.engine.worker.cuda.step_graphs import NO_MEMORY, RECORDED, Attempt, Recordings  # noqa: E402
 from penstock.engine.worker.cuda.step_room import StepRoom  # noqa: E402
 from penstock.engine.worker.cuda.steps import AgreedShortage, CudaSteps  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
@@ -97,10 +97,12 @@ def test_allocation_that_fails_costs_one_size(size: int, double: CudaDouble) -> 
 def test_graphs_keep_the_memory_of_one_result(double: CudaDouble) -> None:
     """Else each would keep its logits: gigabytes for a large vocabulary."""
     model = Model(TPGroup())
+    model._input.mul_(torch.arange(1.0, 5.0, device="cuda")[:, None])
     before = double.held_nbytes
     recordings = model.record()
     assert double.held_nbytes - before == GRANULE and len(recordings) == len(SIZES)
-    assert [recordings.replay(size).shape[0] for size in SIZES] == SIZES
+    for size in (*SIZES, *SIZES):
+        assert torch.equal(recordings.replay(size), model._input[:size] + 1)
 
 
 def test_rank_without_memory_takes_part_in_no_operation_of_all_ranks(double: CudaDouble) -> None:
@@ -122,6 +124,14 @@ def test_step_runs_by_the_next_larger_graph_or_without(double: CudaDouble) -> No
     recordings = Model(TwoRanks(lambda number: NO_MEMORY if number == 3 else RECORDED)).record()
     assert recordings.sizes == [1, 4]
     assert [recordings.padded(size) for size in (1, 2, 4, 5)] == [1, 4, 4, None]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: out of memory")])
+def test_want_of_memory_of_any_library_leaves_a_size_out(error: Exception) -> None:
+    attempt = Attempt()
+    with attempt:
+        raise error
+    assert attempt.state == NO_MEMORY and str(error) in attempt.why
 
 
 def test_all_ranks_have_no_graphs_if_one_cannot_record(double: CudaDouble) -> None:
