@@ -59,7 +59,7 @@ class AdapterLoader:
 
     async def unload(self, adapter: Adapter, timeout: float) -> None:
         """Has each group that serves unload an adapter, when no request has it. Groups that are started later do not
-        load the adapter if it is in no registry. Raises EngineError if a group has not answered."""
+        load the adapter if it is in no registry. Raises EngineError if a group refuses, or has not answered."""
         until = time.monotonic() + timeout
         unloads = [self._unload(*group, adapter, until) for group in self._serving().items()]
         for error in await asyncio.gather(*unloads, return_exceptions=True):
@@ -68,7 +68,9 @@ class AdapterLoader:
 
     async def _unload(self, group: int, incarnation: int, adapter: Adapter, until: float) -> None:
         with contextlib.suppress(GroupLost):
-            await self._change(group, incarnation, adapter, is_loaded=False, until=until)
+            error = await self._change(group, incarnation, adapter, is_loaded=False, until=until)
+            if error:
+                raise EngineError(503, error)
 
     def has_all(self, loaded: dict[int, int]) -> bool:
         """Returns whether all groups are those that have loaded an adapter."""
@@ -79,7 +81,7 @@ class AdapterLoader:
         return [group for group in range(self._groups) if group not in loaded or serving.get(group) != loaded[group]]
 
     async def _change(self, group: int, incarnation: int, adapter: Adapter, *, is_loaded: bool, until: float) -> str:
-        """Returns why the group cannot load the adapter; "": it has. Raises GroupLost and EngineError."""
+        """Returns why the group cannot load or unload the adapter; "": it has. Raises GroupLost and EngineError."""
         # One server at a time changes adapters, and all have one clock: later changes have higher numbers.
         self._number = number = max(self._number + 1, time.monotonic_ns())
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()

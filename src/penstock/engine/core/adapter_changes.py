@@ -46,7 +46,7 @@ class AdapterChanges:
 
     def begin(self, change: AdapterChange) -> None:
         """Handles a change from a server. A change of a server that was killed may come after a later change of another
-        server, and counts no more."""
+        server, and is refused."""
         if change.number < self._last_number:
             error = "another server has changed adapters since"
             self._answer(change.server, AdapterState(change.digest, error, number=change.number))

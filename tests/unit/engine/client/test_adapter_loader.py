@@ -111,6 +111,14 @@ async def test_adapter_is_unloaded_in_groups_behind_a_group_that_hangs() -> None
 
 
 @in_a_loop
+async def test_unload_that_a_group_refuses_is_an_error_with_its_reason() -> None:
+    groups = Groups(lambda _, group: "another server has changed adapters since" if group == 0 else "")
+    with pytest.raises(EngineError, match="another server has changed adapters since"):
+        await groups.loader.unload(SQL, PATIENCE)
+    assert groups.sent == [(0, 1, False), (1, 1, False)]
+
+
+@in_a_loop
 async def test_changes_of_all_servers_have_rising_numbers() -> None:
     """A core drops a change of a killed server that comes after a change of the next server."""
     older, newer = Groups(lambda *_: ""), Groups(lambda *_: "")
