@@ -16,7 +16,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-ACCESSES = "create_masked_load", "create_masked_store", "create_atomic_rmw"  # of memory, by a kernel
+# Methods by which a kernel uses memory: the places of the arguments `pointers` and `mask`
+ACCESSES = {"create_masked_load": (0, 1), "create_masked_store": (0, 2), "create_atomic_rmw": (1, 3)}
 
 
 def require_interpreter() -> None:
@@ -76,7 +77,6 @@ def _checked_bounds() -> Iterator[None]:
     from triton.runtime import interpreter
 
     extents: list[tuple[int, int]] = []
-    methods = {name: getattr(interpreter.InterpreterBuilder, name) for name in ACCESSES}
     run = interpreter.GridExecutor.__call__
 
     def check(name: str, pointers: Any, mask: Any) -> None:
@@ -89,25 +89,23 @@ def _checked_bounds() -> Iterator[None]:
             if not is_inside.all():
                 raise IndexError(f"{name}: {np.count_nonzero(~is_inside)} of {first.size} addresses are in no tensor")
 
-    def loaded(builder: Any, pointers: Any, mask: Any, *options: Any) -> Any:
-        check("load", pointers, mask)
-        return methods["create_masked_load"](builder, pointers, mask, *options)
+    def checked(name: str) -> Any:
+        method = getattr(interpreter.InterpreterBuilder, name)
+        of_pointers, of_mask = ACCESSES[name]
 
-    def stored(builder: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
-        check("store", pointers, mask)
-        return methods["create_masked_store"](builder, pointers, value, mask, *options)
+        def access(builder: Any, *arguments: Any) -> Any:
+            check(name, arguments[of_pointers], arguments[of_mask])
+            return method(builder, *arguments)
 
-    def changed(builder: Any, operation: Any, pointers: Any, value: Any, mask: Any, *options: Any) -> Any:
-        check("atomic operation", pointers, mask)
-        return methods["create_atomic_rmw"](builder, operation, pointers, value, mask, *options)
+        return access
 
     def run_in_extents(executor: Any, *args: Any, **options: Any) -> None:
         extents[:] = _extents((*args, *options.values()))
         run(executor, *args, **options)
 
     with contextlib.ExitStack() as stack:
-        for name, method in zip(ACCESSES, (loaded, stored, changed)):
-            stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, name, method))
+        for name in ACCESSES:
+            stack.enter_context(mock.patch.object(interpreter.InterpreterBuilder, name, checked(name)))
         stack.enter_context(mock.patch.object(interpreter.GridExecutor, "__call__", run_in_extents))
         yield
 
