@@ -207,8 +207,9 @@ def test_descriptors_are_used_where_the_device_has_both_attributes() -> None:
 
 
 def test_device_error_names_the_call_and_the_result() -> None:
-    with pytest.raises(DeviceError, match="cuMemHostRegister of device 0: CUDA_ERROR_OUT_OF_MEMORY"):
+    with pytest.raises(DeviceError, match="cuMemHostRegister of device 0: CUDA_ERROR_OUT_OF_MEMORY") as caught:
         asking(Asked(cuMemHostRegister=(Result(2),))).register(4096, 4096)
+    assert str(caught.value) == "cuMemHostRegister of device 0: CUDA_ERROR_OUT_OF_MEMORY"
 
 
 # ── one device ──

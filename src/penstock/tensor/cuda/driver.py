@@ -21,6 +21,11 @@ class NoDevice(PenstockError, RuntimeError):
 class DeviceError(PenstockError, RuntimeError):
     """The device's driver refused a call; the text is the driver's."""
 
+    def __init__(self, text: str = "", result: str = "") -> None:
+        """`result`: the driver's name of the error, if the driver has refused a call."""
+        super().__init__(text)
+        self.result = result
+
 
 class StoppedProducer(DeviceError):
     """The producer of device memory lives, and has not sent the memory's descriptor in time."""

@@ -29,6 +29,7 @@ from penstock.tensor.views import As
 
 HANDLE_NBYTES = 64  # of CUipcMemHandle
 PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
+OUT_OF_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
 class LegacyHandle(msgspec.Struct, frozen=True, array_like=True, tag="legacy"):
@@ -96,7 +97,7 @@ class TorchDriver:
                     return self._virtual.allocate(nbytes)
                 (address,) = self._ask("cuMemAlloc", nbytes)
             except DeviceError as error:
-                if error.args[1:] != ("CUDA_ERROR_OUT_OF_MEMORY",):
+                if error.result != OUT_OF_MEMORY:
                     raise
                 free, total = self._ask("cuMemGetInfo")
                 exhausted = MemoryExhausted(
@@ -239,11 +240,10 @@ class TorchDriver:
                 try:
                     memory.close(memory.allocate(1))
                 except DeviceError as error:
-                    if error.args[1:] != ("CUDA_ERROR_OUT_OF_MEMORY",):  # which says nothing about sharing
+                    if error.result != OUT_OF_MEMORY:  # which says nothing about sharing
                         raise
         except (DeviceError, OSError) as error:
-            why = error.args[0] if isinstance(error, DeviceError) else error
-            warnings.warn(f"device memory is shared by legacy handles: {why}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"device memory is shared by legacy handles: {error}", RuntimeWarning, stacklevel=2)
             return None
         return memory
 
@@ -265,7 +265,7 @@ class TorchDriver:
             self._ask("cuCtxPopCurrent")
 
     def _ask(self, name: str, *arguments: Any) -> tuple[Any, ...]:
-        """Returns the call's values after its result. Raises DeviceError with the result's name as second argument."""
+        """Returns the call's values after its result. Raises DeviceError with the result's name."""
         result, *values = getattr(self._cuda, name)(*arguments)
         if int(result) != 0:
             error_name = getattr(result, "name", str(result))
