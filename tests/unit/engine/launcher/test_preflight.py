@@ -7,7 +7,6 @@ import math
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -236,106 +235,90 @@ def test_a_package_that_is_not_installed_is_named(model: Path, monkeypatch: pyte
 
 
 # ── CUDA ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize(
-    ("number", "options", "text"),
-    [
-        (0, {"device": "cuda"}, "--device cuda: no CUDA device can be used: because"),
-        (1, {"device": "cuda", "tensor_parallel_size": 2}, "the number 1 names no device: because"),
-        (3, {"device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 2}, "the number 3 names no device"),
-        (1, {"device": "cuda:1"}, "--device cuda:1: the number 1 names no device"),
-        (3, {"device": "cuda:2", "tensor_parallel_size": 2}, "--device cuda:2: the number 3 names no device"),
-        (2, {"device": "cuda", "devices": "2"}, "--devices 2: the number 2 names no device"),
-        (
-            2,
-            {"device": "cuda", "devices": "GPU-00112244"},
-            "--devices GPU-00112244: the UUID GPU-00112244 names no device",
-        ),
-    ],
-)
-def test_devices_that_are_not_there_are_refused(
-    model: Path, number: int, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uuids = ("00112233445566778899aabbccddeeff",) * number
-    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because", uuids))
-    assert text in refusal(model, **options)
-
-
-def test_torch_that_is_too_old_for_a_device_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(1, ""))
-    monkeypatch.setattr(preflight, "torch_build", lambda: TorchBuild("2.10.1+cu128", "12.8", None))
-    assert "torch 2.10.1+cu128 is too old for a CUDA device: 2.11 or later" in refusal(model, device="cuda")
-
-
-@pytest.mark.parametrize("number", [None, 2])
-def test_present_or_uncountable_devices_are_left_to_the_worker(
-    model: Path, number: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because"))
-    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
-    for devices in ("", "1,0", "GPU-00112233,GPU-11112233-4455-6677-8899-aabbccddeeff"):
-        config = EngineConfig(model=str(model), device="cuda", devices=devices, tensor_parallel_size=2)
-        require_startable(with_model_defaults(config))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({}, "no C compiler is found"),
-        (
-            {"max_num_seqs": 5000, "max_num_batched_tokens": 8192},
-            "--max-num-seqs 5000: a CUDA device computes at most 4096",
-        ),
-    ],
-)
-def test_cuda_without_what_kernels_need_is_refused(
-    model: Path, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(1, ""))
-    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
-    if not options:
-        monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
-    assert text in refusal(model, device="cuda", **options)
-
-
-def test_cuda_without_triton_is_refused_before_weights_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(1, ""))
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert "Triton is not installed" in refusal(model, device="cuda")
-
-
 UUIDS = ("00112233445566778899aabbccddeeff", "ff112233445566778899aabbccddeeff")
+PAIR = {"device": "cuda", "tensor_parallel_size": 2}
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Devices], None]:
+    """Installs Triton and a torch for CUDA 13.0, and returns a function that installs devices."""
+    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
+    monkeypatch.setattr(preflight, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
+    return lambda devices: monkeypatch.setattr(preflight, "cuda_devices", lambda: devices)
 
 
 @pytest.mark.parametrize(
     ("devices", "options", "text"),
     [
+        (0, {}, "--device cuda: no CUDA device can be used: because"),
+        (1, PAIR, "the number 1 names no device: because"),
+        (3, {**PAIR, "data_parallel_size": 2}, "the number 3 names no device"),
+        (1, {"device": "cuda:1"}, "--device cuda:1: the number 1 names no device"),
+        (3, {"device": "cuda:2", "tensor_parallel_size": 2}, "--device cuda:2: the number 3 names no device"),
+        (2, {"devices": "2"}, "--devices 2: the number 2 names no device"),
+        (2, {"devices": "GPU-00112244"}, "--devices GPU-00112244: the UUID GPU-00112244 names no device"),
+        (
+            Devices(1, ""),
+            {"max_num_seqs": 5000, "max_num_batched_tokens": 8192},
+            "--max-num-seqs 5000: a CUDA device computes at most 4096",
+        ),
         (Devices(1, "", cuda=(12, 8)), {}, "it knows CUDA 12.8, and torch 2.13.0 is built for CUDA 13.0"),
         (
             Devices(2, "", UUIDS),
-            {"devices": "0,GPU-00112233", "tensor_parallel_size": 2},
+            {**PAIR, "devices": "0,GPU-00112233"},
             "two workers have device 0, which NCCL refuses: expected a device for each worker, or --collectives gloo",
         ),
-        (
-            Devices(2, "", UUIDS, apart=frozenset({(0, 1)})),
-            {"tensor_parallel_size": 2},
-            "device 0 cannot reach the memory of device 1",
-        ),
+        (Devices(2, "", UUIDS, apart=frozenset({(0, 1)})), PAIR, "device 0 cannot reach the memory of device 1"),
     ],
-    ids=["an old driver", "a device by two names", "unreachable peers"],
 )
 def test_devices_that_cannot_be_used_so_are_refused(
-    model: Path, devices: Devices, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+    model: Path, devices: Devices | int, options: dict[str, Any], text: str, install: Callable[[Devices], None]
 ) -> None:
-    monkeypatch.setattr(preflight, "cuda_devices", lambda: devices)
-    monkeypatch.setattr(preflight, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
-    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
-    assert text in refusal(model, device="cuda", **options)
+    install(Devices(devices, "because", UUIDS[:1] * devices) if isinstance(devices, int) else devices)
+    assert text in refusal(model, **{"device": "cuda", **options})
 
 
-def test_unreachable_devices_are_used_where_the_user_knows(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = Devices(4, "", apart=frozenset({(0, 1), (1, 2)}))
-    monkeypatch.setattr(preflight, "cuda_devices", lambda: devices)
-    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
+@pytest.mark.parametrize(
+    ("module", "function", "result", "text"),
+    [
+        (
+            *(preflight, "torch_build", TorchBuild("2.10.1+cu128", "12.8", None)),
+            "torch 2.10.1+cu128 is too old for a CUDA device: 2.11 or later",
+        ),
+        (preflight.shutil, "which", None, "no C compiler is found"),
+        (preflight.importlib.metadata, "version", "3.5.1", "Triton 3.5.1 is too old for the kernels"),
+    ],
+)
+def test_cuda_without_the_packages_of_kernels_is_refused(
+    *, model: Path, module: Any, function: str, result: Any, text: str, install: Callable[[Devices], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    install(Devices(1, ""))
+    monkeypatch.setattr(module, function, lambda *_: result)
+    assert text in refusal(model, device="cuda")
+
+
+def test_cuda_without_triton_is_refused_before_weights_are_read(
+    model: Path, install: Callable[[Devices], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Devices(1, ""))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "Triton is not installed" in refusal(model, device="cuda")
+
+
+@pytest.mark.parametrize("number", [None, 2])
+def test_present_or_uncountable_devices_are_left_to_the_worker(
+    model: Path, number: int | None, install: Callable[[Devices], None]
+) -> None:
+    install(Devices(number, "because"))
+    for devices in ("", "1,0", "GPU-00112233,GPU-11112233-4455-6677-8899-aabbccddeeff"):
+        require_startable(with_model_defaults(EngineConfig(model=str(model), devices=devices, **PAIR)))
+
+
+def test_unreachable_devices_are_used_where_the_user_knows(
+    model: Path, install: Callable[[Devices], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Devices(4, "", apart=frozenset({(0, 1), (1, 2)})))
     ways: list[dict[str, Any]] = [
         {"collectives": "gloo", "tensor_parallel_size": 2},
         {"data_parallel_size": 2},
@@ -344,7 +327,7 @@ def test_unreachable_devices_are_used_where_the_user_knows(model: Path, monkeypa
     for options in ways:
         require_startable(with_model_defaults(EngineConfig(model=str(model), device="cuda", **options)))
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
-    require_startable(with_model_defaults(EngineConfig(model=str(model), device="cuda", tensor_parallel_size=2)))
+    require_startable(with_model_defaults(EngineConfig(model=str(model), **PAIR)))
 
 
 def test_devices_of_workers_are_known_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,13 +337,6 @@ def test_devices_of_workers_are_known_by_uuid(monkeypatch: pytest.MonkeyPatch) -
     for options in ({"device": "cuda:2"}, {}, {"device": "cuda", "devices": "GPU-99112233"}):
         with pytest.raises(ValueError, match="expected CUDA devices of workers"):
             cuda_devices.worker_devices(EngineConfig(model="m", **options))
-
-
-def test_triton_that_is_too_old_for_the_kernels_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(1, ""))
-    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
-    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda name: "3.5.1")
-    assert "Triton 3.5.1 is too old for the kernels" in refusal(model, device="cuda")
 
 
 def driver(answer: str) -> Callable[..., Any]:
@@ -445,9 +421,7 @@ NOT_IMPORTED = {"torch", "transformers"}
 def test_a_mistake_is_one_line_and_status_2_without_torch(command: str, options: tuple[str, ...], text: str) -> None:
     code = COMMAND.format(NOT_IMPORTED) + "; sys.exit(status)"
     arguments = [sys.executable, "-c", code, command, *options]
-    began = time.monotonic()
     done = subprocess.run(arguments, input="[1]\n", capture_output=True, text=True, timeout=60)
-    print(f"{time.monotonic() - began:.2f} s")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"penstock {command}: ") and text in done.stderr
 
