@@ -11,7 +11,6 @@ import pytest
 
 from penstock import Ring, cli
 from penstock.cli.vllm_options import ALWAYS_ON, DIFFERENCES, UNSUPPORTED
-from penstock.engine import cli_args
 from penstock.engine.protocol.config import EngineConfig
 from penstock.errors import MemoryExhausted
 from penstock.server import cli_args as server_args
@@ -211,20 +210,6 @@ def test_options_are_those_of_vllm_and_ours(
     assert result == set(expected)
 
 
-@pytest.mark.parametrize(
-    "old",
-    [
-        *("--tensor-parallel 2", "--data-parallel 2", "--api-servers 2", "--slots 8", "--blocks 9", "--token-budget 9"),
-        *("--no-cuda-graphs", "--image-store-mb 1", "--max-images 2", "--most-open 2", "--most-body-mb 2"),
-        *("--patience 2", "--drain-timeout 2", "--max-num 2"),
-    ],
-)
-def test_option_that_was_replaced_or_abbreviated_is_refused(old: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["serve", *old.split()])
-    assert f"unrecognized arguments: {old.split()[0]}" in capsys.readouterr().err
-
-
 def test_short_names_are_those_of_vllm() -> None:
     options = cli.parser().parse_args(["serve", "-tp", "2", "-dp", "3", "-asc", "4", "-n", "5", "-r", "1"])
     assert (options.tensor_parallel_size, options.data_parallel_size, options.api_server_count) == (2, 3, 4)
@@ -249,27 +234,6 @@ def test_engines_over_nodes_are_all_on_each_of_them() -> None:
 def test_numbers_of_tokens_may_have_a_suffix(text: str, number: int) -> None:
     options = cli.parser().parse_args(["serve", "--max-model-len", text, "--max-num-batched-tokens", text])
     assert options.max_model_len == options.max_num_batched_tokens == number
-
-
-@pytest.mark.parametrize("command", ["serve", "generate"])
-def test_limits_of_migration_reach_the_engine(command: str) -> None:
-    words = ["--migration-limit", "0", "--migration-timeout", "2.5", "--queue-timeout", "0"]
-    words += ["--migration-max-seq-len", "4K"]
-    for options, expected in ((words, (0, 2.5, 0.0, 4096)), ([], (3, 600.0, 600.0, None))):
-        parsed = cli.parser().parse_args([command, "--device-model", "simulated", *options])
-        config = cli_args.engine_config(parsed)
-        timeouts = config.migration_timeout, config.queue_timeout
-        assert (config.migration_limit, *timeouts, config.migration_max_seq_len) == expected
-
-
-@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e7"])
-def test_queue_timeout_beyond_its_limits_is_refused_in_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        status = cli.main(["serve", "--device-model=simulated", f"--queue-timeout={text}"])
-    except SystemExit as end:
-        status = end.code
-    lines = capsys.readouterr().err.splitlines()
-    assert status == 2 and len(lines) == 1 and "a number from 0 to 1000000" in lines[0], lines
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4.5", "4.5K", "k", "4x", "auto"])

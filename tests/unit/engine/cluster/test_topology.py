@@ -173,11 +173,6 @@ def test_nothing_is_longer_than_the_model_knows(tmp_path) -> None:
     assert with_model_defaults(config).max_model_len == config.max_model_len
 
 
-def test_a_model_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected the directory of a model, got '/nowhere'"):
-        with_model_defaults(EngineConfig(model="/nowhere"))
-
-
 def test_core_stopped_before_its_workers_are_ready_ends_without_failure() -> None:
     cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
     with (
