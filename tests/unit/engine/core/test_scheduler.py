@@ -10,9 +10,8 @@ from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, b
 from penstock.engine.core.request_queue import MAX_STALE, OLDEST_EVERY, FairQueue
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.scheduler_config import SchedulerConfig
-from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
-from penstock.engine.protocol.columns import PREEMPTED, RUNNING
+from penstock.engine.protocol.columns import PREEMPTED
 from penstock.engine.protocol.messages import SamplingParams, StepDone, Submit
 from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, image
 
@@ -306,15 +305,6 @@ def test_sample_is_preempted_for_a_better_priority_not_for_an_equal() -> None:
 
 
 # ── order ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_better_priority_is_sooner() -> None:
-    engine_core = core(slots=1)
-    for number, priority in ((1, 0), (2, 3), (3, -1), (4, 0)):
-        engine_core.submit(submit(number, 5, 1, priority=priority))
-    order = []
-    while engine_core.begin():
-        order += [number for number in running(engine_core) if number not in order]
-        engine_core.finish()
-    assert order == [3, 1, 4, 2]
 
 
 def test_worst_priority_is_admitted_while_better_ones_keep_coming() -> None:
@@ -470,24 +460,6 @@ def test_config_under_which_a_request_could_never_run_is_refused() -> None:
         Scheduler(BatchState(4, 15, 4), SchedulerConfig(max_model_len=61))
     with pytest.raises(ValueError, match="a token for each of 64 slots, got 63"):
         Scheduler(BatchState(64, 15, 4), SchedulerConfig(max_model_len=60, max_num_batched_tokens=63))
-
-
-def test_a_scheduler_with_a_plan_of_its_own_runs_a_request_to_its_end() -> None:
-    schedule = BatchState(4, 15, 4)
-    scheduler, plan = (
-        Scheduler(schedule, SchedulerConfig(max_model_len=60, max_num_batched_tokens=8, eos_ids=(EOS,))),
-        StepBuilder(schedule),
-    )
-    scheduler.submit(submit(1, 10, 5))
-    number, ids = 0, []
-    while scheduler.schedule(plan):
-        number += 1
-        step = plan.build(1, number)
-        schedule.apply(step)
-        scheduler.on_sent(step)
-        ids.append(schedule.sampled.size)
-        scheduler.on_result(StepDone(1, number, np.full(schedule.sampled.size, 9, np.int32)))
-    assert ids == [0, 1, 1, 1, 1, 1, 0] and RUNNING not in schedule.status and scheduler.open_requests == 0
 
 
 # ── LoRA adapters ────────────────────────────────────────────────────────────────────────────────────────────────────

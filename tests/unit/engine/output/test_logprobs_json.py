@@ -1,8 +1,6 @@
 """What lines say of log-probabilities: made together, and byte for byte what each row would say by itself."""
 
-import json
 import random
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -79,16 +77,3 @@ def test_logprobs_json_of_a_batch_equals_that_of_each_row(seed: int) -> None:
         assert likely.of_completions(columns(rows), offsets) == [
             completion_plainly(ids, least(values), offset) for (ids, values), offset in zip(rows, offsets, strict=True)
         ]
-
-
-def test_logprobs_have_name_and_bytes_of_each_token() -> None:
-    (value,) = map(json.loads, LogprobsWriter(VOCABULARY).of_chats(columns([([1, 6], [-0.5, -2.0])])))
-    second: dict[str, Any] = {"token": "100%", "bytes": list(b"100%"), "logprob": -2}
-    assert value == {"content": [{"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5, "top_logprobs": [second]}]}
-
-
-def test_completion_logprobs_keep_the_last_of_tokens_with_equal_text() -> None:
-    (text,) = LogprobsWriter(VOCABULARY).of_completions(columns([([0, 1, 0, 10], [-1.0, -2.0, -3.0, -4.0])]), [5])
-    assert text.decode() == (
-        '{"text_offset":[5],"token_logprobs":[-1],"tokens":["a"],"top_logprobs":[{"a":-3,"\ufffd":-4}]}'
-    )

@@ -22,8 +22,6 @@ from penstock.engine.protocol.messages import (
     Abort,
     ChunkFormat,
     Delta,
-    Ended,
-    FinishReason,
     OutputReady,
     SamplingParams,
     Started,
@@ -114,33 +112,6 @@ def test_server_gets_no_message_before_the_interval_is_over() -> None:
             with contextlib.suppress(WouldBlock):
                 texts.append(scene.servers[0].receive_nowait().text)
         assert texts == [b"a", b"bba"]
-
-
-def test_an_answer_is_written_in_the_chunk_format_of_its_request() -> None:
-    with playing() as scene:
-        scene.start(5, chunk_format=ChunkFormat(Style.COMPLETION, b'{"id":"x"'))
-        scene.step(A)
-        assert scene.servers[0].receive(1).text.startswith(b'data: {"id":"x","choices":[{"index":0,"text":"a"')
-
-
-def test_the_last_token_comes_with_the_end_of_its_sample() -> None:
-    with playing() as scene:
-        scene.start(5)
-        scene.start(6)
-        scene.step(A, B, ended=(Ended(1, FinishReason.LENGTH),))
-        delta = scene.servers[0].receive(1)
-        assert (delta.requests.tolist(), delta.text, delta.finished.rows.tolist()) == ([5, 6], b"ab", [1])
-
-
-def test_stop_string_aborts_its_sample_in_the_core() -> None:
-    with playing() as scene:
-        scene.start(5)
-        scene.start(6, stop=("ab",))
-        scene.step(A, A)
-        scene.step(A, B)
-        abort = scene.inbox.receive(1)
-        assert isinstance(abort, Abort) and abort.samples is not None
-        assert (abort.server, abort.requests.tolist(), abort.samples.tolist()) == (0, [6], [0])
 
 
 def test_server_that_reads_nothing_delays_no_other_and_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,15 +77,6 @@ def test_few_rows_get_the_answers_of_columns(chunk_format: ChunkFormat | None, m
 
 
 # ── plain ──
-def test_half_a_character_waits_for_the_other_half() -> None:
-    engine = Speaking()
-    engine.ask(saying(E_BEGINS, E_ENDS, E_BEGINS, E_ENDS, B))
-    shown = []
-    for _ in range(5):
-        engine.step()
-        engine.hear()
-        shown.append(engine.servers.got[0, 1, 0].text.decode())
-    assert shown == ["", "é", "é", "éé", "ééb"]
 
 
 def test_stop_string_in_the_last_token_is_the_reason_without_an_abort() -> None:

@@ -315,13 +315,6 @@ def test_a_plan_without_a_free_slot_says_so() -> None:
         plan.join(1, ints(1), PARAMS, [5])
 
 
-def test_a_plan_that_is_finished_begins_again_with_nothing() -> None:
-    plan = StepBuilder(running(2))
-    plan.advance(1, 2)
-    first, second = plan.build(1, 2), plan.build(1, 3)
-    assert first.advances is not None and second.advances is None
-
-
 # ── on the wire ──────────────────────────────────────────────────────────────────────────────────────────────────────
 CATALOGUE = Catalogue.of(STEPS)
 LEADER = 0xFFFFFFFF

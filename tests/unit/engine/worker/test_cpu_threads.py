@@ -254,10 +254,6 @@ def test_worker_tunes_its_device_when_no_step_comes() -> None:
 
 
 # ── the choice ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_second_thread_that_gains_little_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, {2: [1000, 1000], 1: [1290, 1310]})
-    chosen = tune_threads(2, machine.compute, TPGroup()).threads
-    assert (used(chosen, 1), used(chosen, 1000)) == (1, 2)
 
 
 def test_a_step_that_takes_long_is_not_tried_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:

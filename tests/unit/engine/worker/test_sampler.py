@@ -216,20 +216,6 @@ def test_resumed_sample_draws_the_ids_of_an_undisturbed_sample(name: str) -> Non
     assert [int(resumed.sample(row, slots(2)).ids[0]) for row in rows] == ids, "a trace of the sample before"
 
 
-def test_next_sample_of_a_slot_has_none_of_the_former_penalties() -> None:
-    row = some_logits(3)
-    row_sampler = sampler()
-    row_sampler.join(0, EVERY["greedy and penalized"], ints(1, 2, 3), seed=0)
-    for _ in range(5):
-        row_sampler.sample(row, slots(0))
-    row_sampler.leave(0)
-    row_sampler.join(0, EVERY["greedy and penalized"], ints(), seed=0)
-    drawn = [int(row_sampler.sample(row, slots(0)).ids[0]) for _ in range(5)]
-    assert drawn == alone(EVERY["greedy and penalized"], row, steps=5)
-    row_sampler.join(0, EVERY["greedy"], ints(), seed=0)
-    assert int(row_sampler.sample(row, slots(0)).ids[0]) == int(row.argmax())
-
-
 def test_new_sample_in_an_unchanged_batch_has_its_own_parameters() -> None:
     row_sampler, row, there = sampler(), some_logits(3), slots(0)
     row_sampler.join(0, EVERY["greedy"], ints(), seed=0)
