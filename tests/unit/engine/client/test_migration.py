@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,29 +32,15 @@ from penstock.engine.protocol.messages import (
 from tests.support.groups import PATIENCE, SILENCE, Group, engine
 from tests.support.loops import in_a_loop
 
-
-class Events(logging.Handler):
-    """The events that are logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[Any] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
-
-    def fields(self, name: str) -> list[dict[str, object]]:
-        return [record.fields for record in self.records if record.getMessage() == name]
+EventFields = Callable[[str], list[dict[str, object]]]
 
 
 @pytest.fixture
-def events() -> Iterator[Events]:
-    level, handler = logs.LOGGER.level, Events()
-    logs.LOGGER.addHandler(handler)
-    logs.LOGGER.setLevel(logging.DEBUG)
-    yield handler
-    logs.LOGGER.removeHandler(handler)
-    logs.LOGGER.setLevel(level)
+def events(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> EventFields:
+    """Returns the fields of each event of a name."""
+    monkeypatch.setattr(logs.LOGGER, "propagate", True)
+    caplog.set_level(logging.DEBUG, logs.LOGGER.name)
+    return lambda name: [record.__dict__["fields"] for record in caplog.records if record.getMessage() == name]
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -123,7 +109,7 @@ async def test_answer_goes_on_after_its_ids_when_the_group_serves_again() -> Non
 
 # ── a group that serves has another model ────────────────────────────────────────────────────────────────────────────
 @in_a_loop
-async def test_outcome_of_a_loss_is_reported_when_no_request_waits(events: Events) -> None:
+async def test_outcome_of_a_loss_is_reported_when_no_request_waits(events: EventFields) -> None:
     """Once for each loss, with the requests by id. A request that was aborted meanwhile has no outcome."""
     async with engine() as ([group], client):
         names = ["first", "second", "gone"]
@@ -138,14 +124,14 @@ async def test_outcome_of_a_loss_is_reported_when_no_request_waits(events: Event
         second = [await group.submitted() for _ in streams[:2]]
         group.answer(second[0].request, [66])
         await until(lambda: sum(stream.completion_tokens for stream in streams) == 4)
-        assert events.fields("requests go on") == [], "one of them waits"
+        assert events("requests go on") == [], "one of them waits"
         group.answer(second[1].request, [66])
-        await until(lambda: events.fields("requests go on"))
-    (fields,) = events.fields("requests go on")
+        await until(lambda: events("requests go on"))
+    (fields,) = events("requests go on")
     (group_number, incarnation), requests = (fields["group"], fields["incarnation"]), fields["requests"]
     assert (group_number, incarnation, requests, fields["given_up"], fields["ids"]) == (0, 1, 2, 0, "first, second")
     assert isinstance(fields["pause"], float) and 0 < fields["pause"] <= fields["longest"] < PATIENCE
-    (resumed,) = events.fields("requests are resumed")
+    (resumed,) = events("requests are resumed")
     assert str(resumed["ids"]).startswith("first, second")
 
 
@@ -268,7 +254,7 @@ async def test_request_is_the_same_but_for_number_progress_and_failures() -> Non
 
 
 @in_a_loop
-async def test_drawn_seed_stays_the_request_s_and_stands_in_the_log(events: Events) -> None:
+async def test_drawn_seed_stays_the_request_s_and_stands_in_the_log(events: EventFields) -> None:
     async with engine() as ([group], client):
         await client.submit([1], request_id="req-1")
         await client.submit([1])
@@ -277,7 +263,7 @@ async def test_drawn_seed_stays_the_request_s_and_stands_in_the_log(events: Even
         await restart(group, client, waiting=2)
         assert (await group.submitted()).seed == first.seed
     logged = {"request_id": "req-1", "request": first.request, "group": 0, "seed": first.seed}
-    assert events.fields("request submitted")[0] == logged
+    assert events("request submitted")[0] == logged
 
 
 @in_a_loop
@@ -642,7 +628,7 @@ async def test_failures_count_requests_in_steps_of_a_group_failed_by_itself(caus
 
 
 @in_a_loop
-async def test_request_that_fails_twice_alone_is_convicted_and_no_other_is(events: Events) -> None:
+async def test_request_that_fails_twice_alone_is_convicted_and_no_other_is(events: EventFields) -> None:
     async with engine() as ([group], client):
         streams = [await client.submit([number], request_id=f"req-{number}") for number in range(4)]
         failures = [[0, 0, 0, 0], [1, 1, 1, 0], [2, 2, 2, 0], [0, 3, 0, 0]]
@@ -661,7 +647,7 @@ async def test_request_that_fails_twice_alone_is_convicted_and_no_other_is(event
         # The failures that another request is the reason of do not count towards migration_limit.
         submitted = [stream.submitted for stream in (streams[0], streams[2], streams[3])]
         assert [request and request.migrations for request in submitted] == [0, 0, 0]
-    (logged,) = events.fields("request has made its group fail")
+    (logged,) = events("request has made its group fail")
     assert logged["request_id"] == "req-1" and logged["failures"] == 4
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 
+import pytest
+
 from penstock import lowlevel
 from penstock.engine.cluster.counter import LINE_WORDS
 from penstock.engine.cluster.status_board import LAUNCHER, PLACE, RANK_0, ProcessEntry, StatusBoard
@@ -47,12 +49,8 @@ def test_owners_write_to_different_cache_lines_of_a_row() -> None:
 
 def test_status_board_opened_for_reading_cannot_be_written() -> None:
     page = StatusBoard.create(1)
-    try:
+    with pytest.raises(TypeError, match="read-only"):
         StatusBoard(page).row(0)[0] = 1
-    except TypeError as error:
-        assert "read-only" in str(error)
-    else:
-        raise AssertionError("it was written")
 
 
 def count(page: lowlevel.Segment) -> None:

@@ -250,15 +250,6 @@ async def test_fork_server_is_replaced_when_the_environment_has_changed(monkeypa
 
 
 @in_a_loop
-async def test_renewed_fork_server_is_another_process() -> None:
-    async with serving(lives.import_nothing) as server:
-        assert server._server is not None
-        pid = server._server.process.pid
-        await server.renew()
-        assert server._server.process.pid != pid
-
-
-@in_a_loop
 async def test_imports_have_half_of_the_time_in_which_a_group_starts(log: pytest.LogCaptureFixture) -> None:
     """Else no time is left to spawn the processes of a group."""
     async with serving(lives.import_for_ever, start_timeout=0.4) as server:
@@ -310,9 +301,7 @@ async def test_early_process_is_taken_unless_the_environment_has_changed(
         monkeypatch.setenv("PENSTOCK_OF_A_TEST", "1")
     async with serving(lives.import_nothing) as server:
         assert server._server is not None and (server._server.process.pid == pid) != is_changed
-        process, _ = running(lives.describe, server.fork)
-        assert process is not None
-        process.join()
+        must_fork(server)
     assert str(pid) not in children() and not early_fork_server._early
 
 
@@ -324,9 +313,7 @@ async def test_early_process_that_has_ended_is_replaced(monkeypatch: pytest.Monk
     early.process.kill()
     early.process.join()
     async with serving(lives.import_nothing) as server:
-        process, _ = running(lives.describe, server.fork)
-        assert process is not None
-        process.join()
+        must_fork(server)
 
 
 @pytest.mark.parametrize("is_stopped", [True, False])

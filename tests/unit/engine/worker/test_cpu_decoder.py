@@ -206,7 +206,6 @@ def test_hidden_states_that_are_read_have_the_same_bits(name: str) -> None:
 
 
 @torch.inference_mode()
-@torch.inference_mode()
 def test_step_without_a_read_token_ends_after_all_ranks_have_written() -> None:
     """Else the core would publish blocks in which the last layer of a killed rank lacks keys."""
     model = replaced(built(*MODELS["windows"]))

@@ -78,11 +78,6 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.fields["reason"] for record in caplog.records if "reason" in getattr(record, "fields", {})]
 
 
-def test_next_worker_maps_what_the_first_has_filled(file: WeightFile) -> None:
-    must_have_all(filled(file))
-    must_have_all(SharedWeights.open(file))
-
-
 def write_into(file: WeightFile, has_filled: bool) -> None:
     shared = filled(file) if has_filled else SharedWeights.open(file)
     assert shared is not None

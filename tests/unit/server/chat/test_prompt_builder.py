@@ -168,12 +168,6 @@ def test_images_are_encoded_once_where_they_are_in_a_store_on_a_cpu(tmp_path: Pa
         assert mode("--mm-encoder-tp-mode", chosen, "--mm-processor-cache-gb", "0")[0] == chosen
 
 
-def test_serve_without_a_model_serves_the_bundled_model() -> None:
-    assert config_of().model == SHIPPED
-    assert config_of("--device-model", "simulated").model == ""
-    assert Path(SHIPPED, "config.json").exists()
-
-
 def test_generate_and_serve_build_the_same_engine_config(monkeypatch: pytest.MonkeyPatch) -> None:
     output: list[EngineConfig] = []
     monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: output.append(config))

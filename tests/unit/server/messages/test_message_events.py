@@ -6,19 +6,10 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from penstock.engine.client.stream import OutputChunk, OutputStream
 from penstock.engine.protocol.messages import AnswerFormat, FinishReason
 from penstock.server.errors import ApiError
 from penstock.server.messages.message_events import MessageEvents
-
-TOOLS = AnswerFormat(tools="hermes", reasoning="qwen3", call_ids="x")
-TEXT = '<think>hm\n</think>Let me see.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-
-
-def stream() -> OutputStream:
-    answer = OutputStream(1, 0, 0, 10, 1)
-    answer.add(OutputChunk(0, b"", [1, 2, 3], FinishReason.STOP, None, 4))
-    return answer
+from tests.unit.server.responses.test_response_events import TEXT, TOOLS, stream
 
 
 def answered(

@@ -215,10 +215,6 @@ def test_looking_leaves_nothing_behind_and_joins_nothing(laid: Laid) -> None:
     assert standing() == before
 
 
-def test_server_name_with_control_characters_is_shown_printable(laid: Laid) -> None:
-    assert SnapshotReader(os.getpid()).take().server_info.name == "a?[31mb"
-
-
 def test_local_server_is_found_by_pid_name_url_or_no_argument(laid: Laid) -> None:
     here = {pid: value for pid, value in servers_here().items() if pid == os.getpid()}
     assert [item.url for item in here.values()] == [URL]
