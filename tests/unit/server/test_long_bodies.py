@@ -98,7 +98,6 @@ async def open_exchange() -> AsyncIterator[Exchange]:
 
 @pytest.fixture
 def turn(monkeypatch: pytest.MonkeyPatch) -> Turn:
-    """Of the decoder."""
     result = Turn()
 
     def slowly(*values: Any) -> Any:
@@ -147,8 +146,6 @@ async def test_between_two_of_many_prompts_the_loop_goes_on() -> None:
 
 
 class Answering:
-    """An engine's client."""
-
     async def submit(self, *arguments: Any, **more: Any) -> Any:
         return contextlib.AsyncExitStack()  # what is opened and closed as a stream is
 

@@ -12,15 +12,8 @@ from penstock.engine.client.groups import SLACK, Router
 from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream, split_delta
 from penstock.engine.client.submitted_request import BEGINNING, traces
 from penstock.engine.protocol.messages import Began, Delta, Finished, FinishReason, Logprobs
+from tests.support.columns import ints, slots
 from tests.support.loops import in_a_loop
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def slots(*values: int) -> np.ndarray:
-    return np.array(values, np.uint16)
 
 
 # ── the group of a request ───────────────────────────────────────────────────────────────────────────────────────────

@@ -94,7 +94,6 @@ def test_fingerprint_changes_with_each_byte_that_it_covers(tmp_path: Path, chang
 
 
 def test_four_pages_of_a_large_tensor_are_covered_and_no_more(tmp_path: Path) -> None:
-    """What the docstring promises, and what it excludes."""
     model = write_model(tmp_path / "model")
     path, before = model / "model.safetensors", model_fingerprint(model)
     pages = 0

@@ -11,13 +11,10 @@ from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, S
 from penstock.engine.core.step_builder import TokensBuilder
 from penstock.engine.protocol.messages import FinishReason, Inputs, Progress, SamplingParams, Submit
 from tests.property.device import BLOCK_SIZE, Core, answer, image, inputs_of
+from tests.support.columns import ints
 
 MAX_TOKENS = 12
 BUDGET = {"max_num_batched_tokens": 40}
-
-
-def ints(*numbers: int) -> np.ndarray:
-    return np.array(numbers, np.int32)
 
 
 def submit(number: int, *counts: int, length: int = 10, arrived_ns: int = 0, **fields: object) -> Submit:

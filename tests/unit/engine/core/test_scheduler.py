@@ -28,7 +28,6 @@ def submit(number: int, length: int = 10, most: int = 30, *, n: int = 1, begin: 
 
 
 def patient(number: int, length: int = 10, **fields: object) -> Submit:
-    """A request with a long answer."""
     for seed in range(1000):
         candidate = submit(number, length, seed=seed, **fields)  # type: ignore[arg-type]
         if all(EOS not in answer(candidate, index) for index in range(candidate.params.n)):
@@ -37,7 +36,6 @@ def patient(number: int, length: int = 10, **fields: object) -> Submit:
 
 
 def running(engine_core: Core) -> list[int]:
-    """The requests that run, by their slots."""
     return engine_core.schedule.requests[engine_core.schedule.rows].tolist()
 
 
@@ -88,17 +86,6 @@ def test_prompts_that_must_be_whole_wait_for_a_step_with_room() -> None:
     engine_core.drain()
 
 
-def test_no_step_begins_without_requests_or_with_two_steps_in_flight() -> None:
-    engine_core = core()
-    assert not engine_core.begin()
-    engine_core.submit(submit(1))
-    assert engine_core.begin() and engine_core.begin() and not engine_core.begin()
-    assert engine_core.scheduler.in_flight == 2
-    alone = core(has_overlap=False)
-    alone.submit(submit(1))
-    assert alone.begin() and not alone.begin()
-
-
 def most_computed(engine_core: Core) -> int:
     """Of the only request, how many tokens were computed before it left."""
     most = 0
@@ -118,17 +105,6 @@ def test_end_by_id_discards_one_token_and_end_by_length_none() -> None:
         by_id.submit(ending)
         assert most_computed(by_length) == 10 + 3 - 1 and len(by_length.got[0, 1, 0]) == 3
         assert most_computed(by_id) == 10 + len(answer(ending, 0)) - 1 + has_overlap
-
-
-def test_no_step_is_scheduled_while_only_results_are_left() -> None:
-    engine_core = core()
-    engine_core.submit(patient(1, most=2))
-    assert engine_core.begin() and engine_core.begin() and engine_core.scheduler.in_flight == 2
-    engine_core.finish()
-    assert not engine_core.begin() and engine_core.scheduler.in_flight == 1
-    engine_core.finish()
-    assert engine_core.begin() and not engine_core.schedule.rows.size
-    engine_core.drain()
 
 
 def test_a_result_of_another_step_is_refused_and_changes_nothing() -> None:
@@ -160,23 +136,6 @@ def test_blocks_are_allocated_for_many_at_once_and_most_steps_have_none() -> Non
 
 
 # ── the prefix cache ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_last_token_of_a_prompt_is_never_found_in_the_cache() -> None:
-    engine_core = core()
-    engine_core.submit(submit(1, 12, 1, begin=7))
-    engine_core.drain()
-    engine_core.submit(submit(2, 12, 1, begin=7))
-    engine_core.begin()
-    assert engine_core.schedule.counts.max() == BLOCK_SIZE and engine_core.cached_tokens == 8
-
-
-def test_next_turn_of_a_chat_hits_the_generated_blocks_of_the_last() -> None:
-    engine_core = core()
-    engine_core.submit(patient(1, 10, most=14))
-    engine_core.drain()
-    prompt = [*engine_core.submits[0, 1].prompt.tolist(), *engine_core.got[0, 1, 0]]
-    engine_core.submit(Submit(0, 2, np.array([*prompt, 5, 6], np.int32), submit(2).params))
-    engine_core.begin()
-    assert engine_core.cached_tokens == 20  # of 24: the last token sampled was not computed
 
 
 def test_another_salt_another_image_or_one_elsewhere_is_another_prefix() -> None:

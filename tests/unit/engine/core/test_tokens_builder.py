@@ -15,12 +15,9 @@ from penstock.engine.protocol.messages import (
     Submit,
     Tokens,
 )
+from tests.support.columns import ints
 
 FORMAT = ChunkFormat(Style.CHAT, b'{"id":"x"')
-
-
-def ints(*numbers: int) -> np.ndarray:
-    return np.array(numbers, np.int32)
 
 
 def request(number: int, *prompt: int, server: int = 0, n: int = 1, chunk_format: ChunkFormat | None = None) -> Request:

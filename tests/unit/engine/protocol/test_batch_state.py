@@ -26,16 +26,9 @@ from penstock.engine.protocol.messages import (
 )
 from penstock.lowlevel import Ref
 from penstock.tensor import Scope
+from tests.support.columns import ints, slots
 
 PARAMS = SamplingParams(temperature=0.8, top_p=0.95)
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def slots(*values: int) -> np.ndarray:
-    return np.array(values, np.uint16)
 
 
 def running(count: int, blocks_each: int = 4, preempted: tuple[int, ...] = ()) -> BatchState:

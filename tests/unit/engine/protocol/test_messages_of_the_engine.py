@@ -42,14 +42,7 @@ from penstock.engine.protocol.messages import (
 )
 from penstock.lowlevel import Ref
 from penstock.tensor import plan
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def slots(*values: int) -> np.ndarray:
-    return np.array(values, np.uint16)
+from tests.support.columns import ints, slots
 
 
 def floats(*values: float) -> np.ndarray:

@@ -3,10 +3,10 @@
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from penstock.engine.text.detokenizer import StopStringFilter, Vocabulary, build_vocabulary
+from tests.support.columns import ints
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -55,10 +55,6 @@ def word_piece() -> Any:
     )
     tokenizer.decoder = tokenizers.decoders.WordPiece()
     return tokenizer
-
-
-def ints(*values: int) -> Any:
-    return np.array(values, np.int32)
 
 
 def written(text: StopStringFilter, ids: Any) -> list[str]:

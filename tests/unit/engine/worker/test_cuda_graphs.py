@@ -13,7 +13,6 @@ from tests.support.models import Family, ask, device
 # isort: split
 import torch
 
-from penstock.cli import parser
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker.cuda import graphs
 from penstock.engine.worker.cuda.graphs import CudaGraphs
@@ -67,14 +66,3 @@ def test_only_cuda_steps_are_recorded_and_a_refusal_is_logged(
         assert not caplog.records
         assert recorder_of(EngineConfig(model="m", device="cuda", enforce_eager=True)) is None
     assert [record.message for record in caplog.records] == ["steps are not recorded"]
-
-
-@pytest.mark.parametrize("command", ["generate", "serve"])
-def test_the_command_line_says_whether_steps_are_recorded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: list[EngineConfig] = []
-    monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: configs.append(config))
-    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: configs.append(config))
-    for options in ([], ["--enforce-eager"], ["--no-enforce-eager"]):
-        parsed = parser().parse_args([command, "--device-model", "simulated", *options])
-        parsed.run(parsed)
-    assert [config.enforce_eager for config in configs] == [False, True, False]

@@ -78,7 +78,6 @@ def of_experts(name: str) -> bool:
 
 
 def rope(chance: random.Random, kind: str, size: int) -> dict[str, Any]:
-    """Of heads of this size."""
     theta = {"rope_type": kind, "rope_theta": chance.choice((1e3, 1e4, 1e6))}
     longer = [1.0 + 3 * chance.random() * at for at in range(size // 2)]
     more: dict[str, dict[str, Any]] = {

@@ -39,7 +39,6 @@ CASES = [
 
 
 def changes(name: str, kind: str) -> dict[str, Any]:
-    """Of a configuration."""
     rope = {"rope_type": kind, "rope_theta": 1e4, **KINDS[kind]}
     if name == "gemma3_text":
         plain = {"rope_type": "default", "rope_theta": 1e4}

@@ -13,6 +13,7 @@ from penstock.engine.protocol.messages import SamplingParams
 torch = pytest.importorskip("torch")
 
 from penstock.engine.worker.sampler import Sampler  # noqa: E402  (it needs torch)
+from tests.support.columns import ints  # noqa: E402
 
 VOCABULARY, EOS = 24, 2
 
@@ -23,10 +24,6 @@ def sampler(slots: int = 8) -> Sampler:
 
 def slots(*numbers: int) -> Any:
     return np.array(numbers, np.intp)
-
-
-def ints(*numbers: int) -> Any:
-    return np.array(numbers, np.int32)
 
 
 def some_logits(seed: int, rows: int = 1) -> Any:

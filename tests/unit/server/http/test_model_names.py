@@ -29,8 +29,6 @@ CONFIG = EngineConfig(model="/models/its-directory", simulated=SimulatedDevice()
 
 
 class Client:
-    """Of routes that need no engine."""
-
     def __init__(self, app: Any) -> None:
         self._app = app
 
