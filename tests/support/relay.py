@@ -2,6 +2,7 @@
 connection can be reset, at both sides or at one, and bits can be flipped."""
 
 import contextlib
+import random
 import select
 import socket
 import struct
@@ -76,7 +77,7 @@ class Relay:
     def _pass(self, near: socket.socket, far: socket.socket) -> None:
         ends = {near: (far, TO_LISTENER), far: (near, TO_CONNECTOR)}
         late: deque[tuple[float, socket.socket, bytes]] = deque()
-        while not self._is_over:
+        while not self._is_over and (len(ends) == 2 or any(self.is_cut)):
             if self._resets:
                 self._reset(near, far, self._resets[0])
                 near.close()
@@ -89,8 +90,6 @@ class Relay:
                     part = source.recv(1 << 16)
                 except ConnectionError:  # the other end sees a reset, too
                     return self._reset(near, far, (TO_LISTENER, TO_CONNECTOR))
-                if not part and not any(self.is_cut):
-                    return
                 whole, part = len(part), self._before_reset(direction, part)
                 if len(part) < whole:
                     self.reset_at = None
@@ -98,7 +97,8 @@ class Relay:
                     return self._reset(near, far, (TO_LISTENER, TO_CONNECTOR))
                 if part and self.flips[direction]:
                     self.flips[direction] -= 1
-                    part = part[:-1] + bytes([part[-1] ^ 1])
+                    bit = random.randrange(8 * len(part))
+                    part = (int.from_bytes(part, "little") ^ 1 << bit).to_bytes(len(part), "little")
                 if not self.is_cut[direction]:
                     self.nbytes[direction] += len(part)
                     late.append((time.monotonic() + self.delay_s, target, part))
