@@ -1,4 +1,4 @@
-"""One store for all processes: what was put once is read by each, and what is held is not lost."""
+"""One store for all processes: each process reads the values, and held values stay."""
 
 from __future__ import annotations
 
