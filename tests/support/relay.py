@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 TO_LISTENER, TO_CONNECTOR = 0, 1
 LOOK_S = 0.005
+LAST_BYTES_S = 0.5
 ABORTING = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 
 
@@ -77,7 +78,8 @@ class Relay:
     def _pass(self, near: socket.socket, far: socket.socket) -> None:
         ends = {near: (far, TO_LISTENER), far: (near, TO_CONNECTOR)}
         late: deque[tuple[float, socket.socket, bytes]] = deque()
-        while not self._is_over and (len(ends) == 2 or any(self.is_cut)):
+        ends_at = 0.0  # time to which the last bytes of a side are awaited, after the other side has ended
+        while not self._is_over and ends and (len(ends) == 2 or any(self.is_cut) or late or time.monotonic() < ends_at):
             if self._resets:
                 self._reset(near, far, self._resets[0])
                 near.close()
@@ -106,8 +108,11 @@ class Relay:
                     del ends[source]
             while late and time.monotonic() >= late[0][0]:
                 _, target, part = late.popleft()
-                with contextlib.suppress(ConnectionError):
+                with contextlib.suppress(OSError):
                     target.sendall(part)
+                    if not part:
+                        ends_at = time.monotonic() + LAST_BYTES_S
+                        target.shutdown(socket.SHUT_WR)
 
     def cut(self, *directions: int) -> None:
         for direction in directions:
