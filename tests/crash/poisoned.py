@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -80,45 +81,46 @@ def hangs_late(cluster: Cluster, me: ProcessId) -> None:
     _run(cluster, me, hang, LATE)
 
 
-def output_raises(cluster: Cluster, me: ProcessId) -> None:
-    """An output processor that fails with the first token of the poison."""
+def run_output(cluster: Cluster, me: ProcessId, before: Callable[[Any], None]) -> None:
+    """An output processor that calls `before` with each message of the core first."""
     from penstock.engine.output.output_processor import OutputProcessor
     from penstock.engine.text.detokenizer import load_vocabulary
 
     output = OutputProcessor(cluster, me, load_vocabulary(cluster.config))
     process = output._state.process
 
-    def process_or_fail(tokens: Any) -> Any:
-        if any(POISON in started.context for started in tokens.started):
-            raise_error()
-        return process(tokens)
+    def process_after(message: Any) -> Any:
+        before(message)
+        return process(message)
 
-    output._state.process = process_or_fail  # type: ignore[method-assign]
+    output._state.process = process_after  # type: ignore[method-assign]
     while output.process_next():
         pass
     output.close()
 
 
+def output_raises(cluster: Cluster, me: ProcessId) -> None:
+    """An output processor that fails with the first token of the poison."""
+
+    def fail(tokens: Any) -> None:
+        if any(POISON in started.context for started in tokens.started):
+            raise_error()
+
+    run_output(cluster, me, fail)
+
+
 def output_raises_at_the_end(cluster: Cluster, me: ProcessId) -> None:
     """An output processor that fails with the end of the poison: no step that the core sends from then on has it."""
-    from penstock.engine.output.output_processor import OutputProcessor
-    from penstock.engine.text.detokenizer import load_vocabulary
+    poison: set[int] = set()
 
-    output = OutputProcessor(cluster, me, load_vocabulary(cluster.config))
-    process, poison = output._state.process, set()
-
-    def process_or_fail(tokens: Any) -> Any:
+    def fail(tokens: Any) -> None:
         for started in tokens.started:
             (poison.add if POISON in started.context else poison.discard)(started.slot)
         if any(end.slot in poison for end in tokens.ended):
             time.sleep(0.05)  # of work, while the core goes on
             raise_error()
-        return process(tokens)
 
-    output._state.process = process_or_fail  # type: ignore[method-assign]
-    while output.process_next():
-        pass
-    output.close()
+    run_output(cluster, me, fail)
 
 
 def core_raises_at_once(cluster: Cluster, me: ProcessId) -> None:

@@ -26,6 +26,7 @@ from tests import tiers
 from tests.conftest import eventually
 from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, fate, prompt, running, simulated_device
 from tests.support.loops import in_a_loop
+from tests.support.processes import state_of
 
 TOLD_WITHIN = 2.0  # seconds; the goal is 0.1 on a machine that has nothing else to do
 OPEN = 12  # requests, when the blow falls
@@ -160,19 +161,11 @@ def tree_of_its_own(shutdown_timeout: float = 20.0):
         assert line.startswith("pids "), line + process.stderr.read()
         pids = [int(word) for word in line.split()[1:]]
         yield process, pids
-        eventually(lambda: not [pid for pid in pids if is_there(pid)], within=PATIENCE)
+        eventually(lambda: all(state_of(pid) in ("", "Z") for pid in pids), within=PATIENCE)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def is_there(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_sigterm_drains_and_ends_in_order() -> None:

@@ -20,14 +20,13 @@ from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.launcher import launcher as launcher_module
 from penstock.engine.launcher.back_off import BackOff
 from penstock.engine.launcher.launcher import ClusterFailed, Launcher
-from penstock.engine.output import output_processor
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Abort, SamplingParams, Step, Submit
-from penstock.engine.text.detokenizer import load_vocabulary
 from penstock.engine.worker import worker
 from penstock.engine.worker.device import PendingStep, SamplerOutput
 from penstock.engine.worker.worker import Worker, device_of
 from tests import tiers
+from tests.crash.poisoned import run_output
 from tests.crash.test_engine_deaths import must_serve_again
 from tests.support.engine import START, Running, answered, prompt, simulated_device
 from tests.support.loops import in_a_loop
@@ -89,18 +88,13 @@ def misses_a_step(cluster: Cluster, me: ProcessId) -> None:
 
 
 def dies_between_result_and_answer(cluster: Cluster, me: ProcessId) -> None:
-    mine = output_processor.OutputProcessor(cluster, me, load_vocabulary(cluster.config))
-    process, results = mine._state.process, iter(range(LAST))
+    results = iter(range(LAST))
 
-    def die_or(message: Any) -> Any:
+    def die(message: Any) -> None:
         if (me.incarnation, me.life) == (1, 0) and next(results, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return process(message)
 
-    mine._state.process = die_or  # type: ignore[method-assign]
-    while mine.process_next():
-        pass
-    mine.close()
+    run_output(cluster, me, die)
 
 
 def cannot_load(cluster: Cluster, me: ProcessId) -> None:
@@ -109,6 +103,16 @@ def cannot_load(cluster: Cluster, me: ProcessId) -> None:
     )  # so that the core mourns for it
     time.sleep(0.2)
     raise ValueError("there are no weights in '/models/x'")
+
+
+def use_small_token_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cores have room for few messages to an output processor."""
+    Ring = penstock.Ring
+
+    def small(carried: Any, *, name: str, **options: Any) -> Any:
+        return Ring(carried, name=name, **options | {"capacity": 4096} if name.startswith("tokens") else options)
+
+    monkeypatch.setattr(penstock, "Ring", small)
 
 
 @contextlib.asynccontextmanager
@@ -279,12 +283,7 @@ async def test_launcher_forgets_kills_for_want_of_memory_after_some_time(monkeyp
 
 @in_a_loop
 async def test_an_output_that_takes_no_tokens_delays_the_core_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    Ring = penstock.Ring
-
-    def small(carried: Any, *, name: str, **options: Any) -> Any:
-        return Ring(carried, name=name, **options | {"capacity": 4096} if name.startswith("tokens") else options)
-
-    monkeypatch.setattr(penstock, "Ring", small)
+    use_small_token_rings(monkeypatch)
     async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
         output, began = engine.child("output"), engine.number(StatusBoard.STEPS)
         output.signal(signal.SIGSTOP)

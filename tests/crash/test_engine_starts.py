@@ -47,6 +47,7 @@ from tests.crash.start_lives import (
     wait_for_the_end,
 )
 from tests.e2e.test_server import Served, posted
+from tests.e2e.test_server_descriptors import server_of
 from tests.support.command import serving
 from tests.support.engine import START, Running, running, simulated_device
 from tests.support.loops import in_a_loop
@@ -300,10 +301,7 @@ async def test_launcher_stopped_at_a_stage_of_a_restart_leaves_nothing(
 def test_server_with_sigterm_before_the_launcher_answers_open_requests() -> None:
     """An init system sends it to all processes of a service."""
     with serving("--device-model", "simulated", "--step-ms", "5") as (process, port):
-        with socket.create_connection(("127.0.0.1", port), 30) as client:
-            client.sendall(b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            answer = b"".join(iter(lambda: client.recv(65536), b""))
-            pid = json.loads(answer.partition(b"\r\n\r\n")[2])["pid"]
+        pid = server_of(port)
         with socket.create_connection(("127.0.0.1", port), 30) as client:
             client.sendall(posted("/v1/completions", {"prompt": "x", "max_tokens": 300, "stream": True}))
             message = client.recv(65536)

@@ -22,7 +22,7 @@ from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
-from tests.support.engine import PATIENCE, START
+from tests.support.engine import PATIENCE, START, launched
 from tests.support.fine_tunes import replace_weights, write_fine_tune
 from tests.support.loops import in_a_loop
 
@@ -79,15 +79,8 @@ async def serving(path: Path, groups: int = 1) -> AsyncIterator[Engine]:
     config = EngineConfig(
         model=str(model), dtype="float32", max_num_seqs=SLOTS, data_parallel_size=groups, max_model_len=2_560, threads=1
     )
-    launcher = Launcher(config)
-    try:
-        launcher.start()
-        await launcher.serving(START)
-        async with Client(launcher.cluster, 0) as client:
-            yield Engine(launcher, client, model)
-    finally:
-        late = await launcher.stop()
-    assert not late, f"had to be killed: {late}"
+    async with launched(config) as engine, Client(engine.launcher.cluster, 0) as client:
+        yield Engine(engine.launcher, client, model)
 
 
 @pytest.mark.parametrize("how", ["kill", *tiers.only_in_all("migrate")])

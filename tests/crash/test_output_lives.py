@@ -13,16 +13,14 @@ from typing import Any
 import numpy.typing as npt
 import pytest
 
-import penstock
 from penstock.engine.client.client import Client
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, OUTPUT, MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.output import output_processor
 from penstock.engine.protocol.messages import SamplingParams
-from penstock.engine.text.detokenizer import load_vocabulary
 from tests import tiers
-from tests.crash.test_engine_failures import tree_with
+from tests.crash.poisoned import run_output
+from tests.crash.test_engine_failures import tree_with, use_small_token_rings
 from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, prompt, running
 from tests.support.loops import in_a_loop
 
@@ -104,22 +102,15 @@ async def test_requests_of_the_other_output_go_on_undisturbed() -> None:
         await engine.must_be_empty()
 
 
-class DiesWithTheLastChunk(output_processor.OutputProcessor):
+def dies_with_the_last_chunk(cluster: Cluster, me: ProcessId) -> None:
     """Has received the end of a request, and has sent nothing of it."""
 
-    def _answer(self, tokens: Any) -> None:
-        if tokens.ended:
+    def die(tokens: Any) -> None:
+        if tokens.ended and not me.life:
             time.sleep(0.2)  # the core closes the request meanwhile
             os.kill(os.getpid(), signal.SIGKILL)
-        super()._answer(tokens)
 
-
-def dies_with_the_last_chunk(cluster: Cluster, me: ProcessId) -> None:
-    cls = output_processor.OutputProcessor if me.life else DiesWithTheLastChunk
-    output = cls(cluster, me, load_vocabulary(cluster.config))
-    while output.process_next():
-        pass
-    output.close()
+    run_output(cluster, me, die)
 
 
 @in_a_loop
@@ -136,23 +127,20 @@ async def test_request_whose_last_chunk_died_with_the_output_is_answered() -> No
 
 def hangs(cluster: Cluster, me: ProcessId) -> None:
     """In its first life, after some messages."""
-    output = output_processor.OutputProcessor(cluster, me, load_vocabulary(cluster.config))
-    while output.process_next():
-        if me.life == 0 and output._received > 10:
+    messages = iter(range(10))
+
+    def hang(_: Any) -> None:
+        if me.life == 0 and next(messages, None) is None:
             time.sleep(600)
-    output.close()
+
+    run_output(cluster, me, hang)
 
 
 @in_a_loop
 async def test_output_that_makes_no_room_is_killed_by_the_core_and_started_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Ring = penstock.Ring
-
-    def small(carried: Any, *, name: str, **options: Any) -> Any:
-        return Ring(carried, name=name, **options | {"capacity": 4096} if name.startswith("tokens") else options)
-
-    monkeypatch.setattr(penstock, "Ring", small)
+    use_small_token_rings(monkeypatch)
     async with tree_with("output", hangs) as engine, Client(engine.launcher.cluster, 0) as client:
         before = others(engine)
         await Answers(engine, client, 4).must_be_exact()

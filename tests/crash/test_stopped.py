@@ -22,11 +22,11 @@ from tests import tiers
 from tests.conftest import eventually
 from tests.crash.scenes import Scene
 from tests.crash.zygote import Child, Zygote
-from tests.support.processes import thread
+from tests.support.processes import state_of, thread
 
 
 def is_stopped(child: Child) -> bool:
-    return Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return state_of(child.pid) == "T"
 
 
 def stop(child: Child) -> None:
@@ -174,24 +174,15 @@ def leaver(talk: Connection, where: str) -> None:
 def test_leaving_while_somebody_is_stopped_with_a_lock_is_no_crash(zygote: Zygote) -> None:
     pool = lowlevel.Pool.create(1 << 20, name="pool", peer_name="survivor")
     pool.join()
-    stopped = zygote.child(holder, str(pool.ticket), "block.locked")
     other = zygote.child(leaver, str(pool.ticket))
     try:
-        stopped.hear("ready")
         other.hear("taken")
-        stopped.talk.send("go")
-        eventually(lambda: is_stopped(stopped), 20)
-        other.talk.send("go")
-        other.hear("left")
-        other.gone_at()
-        stopped.kill(signal.SIGCONT)
-        stopped.hear("went on")
-        stopped.talk.send("go")
-        stopped.hear("closed")
-        stopped.gone_at()
+        with stopped_within_a_lock(zygote, holder, str(pool.ticket), "block.locked"):
+            other.talk.send("go")
+            other.hear("left")
+            other.gone_at()
         eventually(lambda: pool.stats().blocks == 0)
     finally:
-        stopped.close()
         other.close()
         pool.close()
 
@@ -264,6 +255,7 @@ def stopped_within_a_lock(zygote: Zygote, target: Callable[..., None], *argument
             go_on(child)
         child.talk.send("go")
         child.gone_at()
+        child.heard()  # raises if the child has failed
     finally:
         child.close()
 
@@ -301,20 +293,11 @@ def test_sender_keeps_its_deadline_while_a_stopped_peer_has_the_pool(zygote: Zyg
 
 def test_a_pool_keeps_deadlines_while_a_peer_is_stopped_within_its_lock(zygote: Zygote) -> None:
     with lowlevel.Pool.create(1 << 20, name="pool") as pool:
-        child = zygote.child(holder, str(pool.ticket), "pool.locked")
-        try:
-            child.hear("ready")
-            child.talk.send("go")
-            eventually(lambda: is_stopped(child), 20)
+        with stopped_within_a_lock(zygote, holder, str(pool.ticket), "pool.locked") as child:
             for timeout in (0, 0.1):
                 must_say(lambda timeout=timeout: pool.take(100, timeout=timeout), penstock.Timeout, child)
-            child.kill(signal.SIGCONT)
-            child.hear("went on")
+            go_on(child)
             pool.take(100).release()
-            child.talk.send("go")
-            child.hear("closed")
-        finally:
-            child.close()
 
 
 def test_a_store_keeps_deadlines_while_a_peer_is_stopped_within_its_lock(zygote: Zygote) -> None:

@@ -20,6 +20,7 @@ from tests import tiers
 from tests.conftest import eventually
 from tests.crash.scenes import TOLD_WITHIN, TOLD_WITHIN_WHEN_BUSY, is_busy
 from tests.crash.zygote import Zygote
+from tests.support.processes import state_of
 
 BLOCK_NBYTES = 8 << 20
 
@@ -63,18 +64,11 @@ def test_a_tree_that_is_killed_again_and_again_leaves_nothing(zygote: Zygote) ->
         descendants = [child.hear("child")[1] for _ in range(3)]
         os.killpg(child.pid, signal.SIGKILL)
         child.gone_at()
-        eventually(lambda pids=descendants: not any(is_running(pid) for pid in pids), 20)
+        eventually(lambda pids=descendants: all(state_of(pid) in ("", "Z", "X") for pid in pids), 20)
         child.close()
         names = [name for place, old in zip(places, before) for name in set(os.listdir(place)) - old]
         assert not [name for name in names if "penstock" in name], names
     eventually(lambda: shared_nbytes() < memory + 4 * BLOCK_NBYTES, 20)  # others use the machine too
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 # ── fork() ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -12,6 +12,7 @@ def obj(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": names, "additionalProperties": False}
 
 
+WEATHER = obj(city={"enum": ["Rio", "Bern"]}, days={"type": "integer", "minimum": 1, "maximum": 14})
 LINKED = {
     "$ref": "#/$defs/node",
     "$defs": {"node": obj(v=INT, next={"anyOf": [{"type": "null"}, {"type": "boolean"}]})},

@@ -16,12 +16,11 @@ from penstock import Store  # noqa: E402
 from penstock.engine.client.client import Client, ImageInput  # noqa: E402
 from penstock.engine.client.stream import EngineError  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support import models  # noqa: E402
-from tests.support.engine import START, Running  # noqa: E402
+from tests.support.engine import START, Running, launched  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import BLOCK_SIZE, Asked, Family, build_family  # noqa: E402
 
@@ -50,14 +49,6 @@ async def answer(client: Client, family: Family, request: Asked, group: int) -> 
         return [token async for piece in stream for token in piece.ids]
 
 
-class Computing(Running):
-    """A engine on a real device."""
-
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
-        self.config = launcher.cluster.config
-
-
 def encoded(engine: Running, word: int = StatusBoard.ENCODINGS) -> int:
     return sum(engine.number(word, group) for group in range(engine.config.data_parallel_size))
 
@@ -76,12 +67,8 @@ async def test_each_image_is_encoded_once(name: str, ranks: int, groups: int, mo
     family = build_family(name, tmp_path)
     options = {"tensor_parallel_size": ranks, "data_parallel_size": groups, "mm_encoder_tp_mode": mode}
     pairs = list(zip(family.requests, family.answers, strict=True))
-    launcher = Launcher(config_of(family, tmp_path, **options))
-    engine = Computing(launcher)
-    try:
-        launcher.start()
-        await launcher.serving(2 * START)
-        async with Client(launcher.cluster, 0) as client:
+    async with launched(config_of(family, tmp_path, **options), within=2 * START) as engine:
+        async with Client(engine.launcher.cluster, 0) as client:
             together = [answer(client, family, pairs[2][0], group) for group in range(groups)]
             assert await asyncio.gather(*together) == [pairs[2][1]] * groups
             for request, expected in pairs:
@@ -92,8 +79,6 @@ async def test_each_image_is_encoded_once(name: str, ranks: int, groups: int, mo
         assert encoded(engine, StatusBoard.ENCODINGS_UNSHARED) == 0
         if groups > 1:
             assert encoded(engine, StatusBoard.ENCODINGS_FOUND) >= len(family.images)
-    finally:
-        await launcher.stop()
 
 
 def slow(path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
@@ -126,14 +111,10 @@ async def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
 ) -> None:
     family = slow(tmp_path, monkeypatch)
     request, expected = family.requests[0], family.answers[0]
-    launcher = Launcher(config_of(family, tmp_path, data_parallel_size=2))
-    engine = Computing(launcher)
-    try:
-        launcher.start()
-        await launcher.serving(2 * START)
-        store = launcher.cluster.encodings
+    async with launched(config_of(family, tmp_path, data_parallel_size=2), within=2 * START) as engine:
+        store = engine.launcher.cluster.encodings
         assert store is not None
-        async with Client(launcher.cluster, 0) as client:
+        async with Client(engine.launcher.cluster, 0) as client:
             dying = asyncio.ensure_future(answer(client, family, request, 0))
             await engine.until(lambda: writers(store))
             waiting = asyncio.ensure_future(answer(client, family, request, 1))
@@ -155,5 +136,3 @@ async def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
             await engine.until(lambda: engine.number(StatusBoard.ENCODINGS_FOUND, 0) == 1)
             assert engine.number(StatusBoard.ENCODINGS, 0) == 0
         assert not writers(store)
-    finally:
-        await launcher.stop()

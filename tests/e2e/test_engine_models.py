@@ -10,7 +10,6 @@ pytest.importorskip("transformers")
 
 from penstock import Scope  # noqa: E402
 from penstock.engine.client.client import Client, ImageInput  # noqa: E402
-from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
@@ -73,12 +72,10 @@ async def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path
         async with await submitted as stream:
             return [token async for piece in stream for token in piece.ids]
 
-    launcher = Launcher(config)
-    try:
-        launcher.start()
-        await launcher.serving(START)
-        async with Client(launcher.cluster, 0) as client, Client(launcher.cluster, 1) as other:
-            store = launcher.cluster.store
+    async with launched(config) as engine:
+        cluster = engine.launcher.cluster
+        async with Client(cluster, 0) as client, Client(cluster, 1) as other:
+            store = cluster.store
             assert store is not None
             pairs = list(zip(family.requests, family.answers, strict=True))
             for has_key in (True, False):
@@ -101,5 +98,3 @@ async def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path
         assert len(store.stats().items) == len(family.images)
         while any(item.holders for item in store.stats().items) or store.stats().pool.blocks > len(family.images):
             await asyncio.sleep(0.01)  # a worker has answered, and lets go of what it has read
-    finally:
-        await launcher.stop()

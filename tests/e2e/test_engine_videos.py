@@ -1,6 +1,5 @@
 """Videos in the whole engine: frames become tensors in the store, and answers are those of transformers."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ pytest.importorskip("PIL.Image")
 from penstock import content_key  # noqa: E402
 from penstock.engine.client.client import Client, ImageInput  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.media.image_processor import ImageProcessor, ProcessedImage  # noqa: E402
 from penstock.engine.media.media_placeholders import MediaPlaceholders  # noqa: E402
 from penstock.engine.media.video_processor import ProcessedVideo, VideoProcessor  # noqa: E402
@@ -24,7 +22,7 @@ from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from penstock.tensor import Scope  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support import models  # noqa: E402
-from tests.support.engine import START  # noqa: E402
+from tests.support.engine import START, launched  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import Asked  # noqa: E402
 from tests.support.sights import Sight, placeholder  # noqa: E402
@@ -106,11 +104,8 @@ async def test_videos_are_answered_as_transformers_does(name: str, ranks: int, t
         threads=1,
     )
     text = f"u:ab{watcher.video}cd{watcher.image}\ne{watcher.video}what?"
-    launcher = Launcher(config)
-    try:
-        launcher.start()
-        await launcher.serving(2 * START)
-        store = launcher.cluster.store
+    async with launched(config, within=2 * START) as engine:
+        store = engine.launcher.cluster.store
         assert (store is not None) == has_store
 
         async def ask(client: Client, seeds: tuple[int, int]) -> tuple[list[int], list[int], int]:
@@ -125,7 +120,7 @@ async def test_videos_are_answered_as_transformers_does(name: str, ranks: int, t
                 answer = [id_ async for piece in stream for id_ in piece.ids]
             return answer, expected, stream.cached_tokens
 
-        async with Client(launcher.cluster, 0) as client:
+        async with Client(engine.launcher.cluster, 0) as client:
             answer, want, cached = await ask(client, (1, 2))
             assert answer == want and not cached
             again, _, cached = await ask(client, (1, 2))
@@ -139,10 +134,6 @@ async def test_videos_are_answered_as_transformers_does(name: str, ranks: int, t
             assert answer == watcher.answer(ids, [watcher.tensors(4)])
         # The image, and videos 1 to 4: each once for all ranks, where these share encodings.
         encodings = 5 if config.encoder_tp_mode != "weights" else 5 * ranks
-        row = launcher.board.row(0)
-        while row[StatusBoard.ENCODINGS] < encodings:
-            await asyncio.sleep(0.01)
-        assert row[StatusBoard.ENCODINGS] == encodings
-    finally:
-        watcher.images.close()
-        assert await launcher.stop() == []
+        await engine.until(lambda: engine.number(StatusBoard.ENCODINGS) >= encodings)
+        assert engine.number(StatusBoard.ENCODINGS) == encodings
+    watcher.images.close()

@@ -57,11 +57,25 @@ class Served(Running):
         return reader, writer
 
     async def get(self, path: str) -> tuple[int, str]:
+        return await self.exchange("GET", path)
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        """Returns the status and the JSON of the answer."""
+        status, text = await self.exchange("POST", path, body)
+        return status, json.loads(text)
+
+    async def exchange(self, method: str, path: str, body: Any = None, header: str | None = None) -> tuple[int, str]:
+        """Sends a request by a connection of its own. Returns the status and the body, in chunks if it is a stream."""
+        payload = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        header = AUTHORIZED if header is None else header
+        head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{header}content-length: {len(payload)}"
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}\r\n".encode())
-        head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
-        writer.close()
-        return int(head.split()[1]), body
+        try:
+            writer.write(f"{head}\r\n\r\n".encode() + payload)
+            answer, _, text = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")
+            return int(answer.split()[1]), text
+        finally:
+            writer.close()
 
     async def total(self, name: str, label: str = "") -> float:
         """Of a metric, over all processes."""
@@ -364,12 +378,8 @@ async def health_and_metrics_tell_of_all_processes(served: Served) -> None:
 
 
 async def tokens_of_a_text_and_of_messages(served: Served) -> None:
-    reader, writer = await served.connect("/tokenize", {"prompt": "hello"})
-    head = await reader.readuntil(b"\r\n\r\n")
-    answer = json.loads(await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1])))
+    _, answer = await served.post("/tokenize", {"prompt": "hello"})
     assert (answer["count"], answer["tokens"], answer["max_model_len"]) == (5, [*b"hello"], 4096)
-    writer.close()
-    await writer.wait_closed()
 
 
 async def a_server_that_dies_comes_again_and_the_other_one_answers(served: Served) -> None:

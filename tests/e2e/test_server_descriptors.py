@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ pytest.importorskip("httptools")
 
 SETTLED = 4  # deaths before the first count of descriptors
 MAX_GROWTH = 5  # descriptors: some belong to the last successors
-ASKING = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
 def connected(port: int) -> socket.socket:
@@ -35,11 +35,9 @@ def connected(port: int) -> socket.socket:
 
 
 def server_of(port: int) -> int:
-    with connected(port) as client:
-        client.sendall(ASKING)
-        answer = b"".join(iter(lambda: client.recv(65536), b""))
-    pid: int = json.loads(answer.partition(b"\r\n\r\n")[2])["pid"]
-    return pid
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/live", timeout=20) as answer:
+        pid: int = json.load(answer)["pid"]
+        return pid
 
 
 class Server:

@@ -26,15 +26,9 @@ BEYOND_THE_DOCUMENT = "positive_data_acceptance"
 @in_a_loop
 async def test_answers_and_events_of_all_options_fit_the_openapi_document() -> None:
     async def answered(served: Served, path: str, body: dict[str, Any]) -> str:
-        reader, writer = await served.connect(path, body)
-        try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            assert " 200 " in head, head
-            if body["stream"]:
-                return (await reader.readuntil(b"data: [DONE]\n\n")).decode()
-            return (await reader.readexactly(int(head.partition("content-length: ")[2].split()[0]))).decode()
-        finally:
-            writer.close()
+        status, text = await served.exchange("POST", path, body)
+        assert status == 200, text
+        return text
 
     async with run_server(simulated=simulated_device(step_seconds=0.0), api_server_count=1) as served:
         chat = {"messages": [{"role": "user", "content": "hi"}]}

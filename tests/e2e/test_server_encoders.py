@@ -16,7 +16,7 @@ pytest.importorskip("httptools")
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from tests.crash.test_engine_migration import kill  # noqa: E402
 from tests.e2e.test_server import run_server  # noqa: E402
-from tests.e2e.test_server_pooling import LIMITS, SIZES, TEXTS, post  # noqa: E402
+from tests.e2e.test_server_pooling import LIMITS, SIZES, TEXTS  # noqa: E402
 from tests.support.encoders import reference_logits, reference_vectors, tokenized, write_encoder  # noqa: E402
 from tests.support.engine import Running  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
@@ -37,12 +37,12 @@ async def test_vectors_of_an_encoder_come_back_when_the_worker_is_killed(tmp_pat
         for entry, vector in zip(answer.data, expected, strict=True):
             assert float(np.dot(entry.embedding, vector)) >= 0.9999
 
-        status, error = await post(served, "/v1/embeddings", {"input": "x" * 200})
+        status, error = await served.post("/v1/embeddings", {"input": "x" * 200})
         assert (status, error["error"]["code"]) == (400, "context_length_exceeded")
         assert "maximum context length is 130 tokens" in error["error"]["message"], error
         assert "202 tokens" in error["error"]["message"], error
-        _, cut = await post(served, "/v1/embeddings", {"input": "x" * 200, "truncate_prompt_tokens": 20})
-        _, same = await post(served, "/v1/embeddings", {"input": "x" * 18})
+        _, cut = await served.post("/v1/embeddings", {"input": "x" * 200, "truncate_prompt_tokens": 20})
+        _, same = await served.post("/v1/embeddings", {"input": "x" * 18})
         assert cut["data"] == same["data"]  # special tokens stay at both ends
 
         inputs = [[SHORT[0], f"{number} " * 20] for number in range(60)]
@@ -65,22 +65,22 @@ async def test_documents_are_ranked_by_the_classifier_of_an_encoder(tmp_path: Pa
     pairs = [(SHORT[0], text) for text in SHORT[1:]]
     scores = torch.sigmoid(torch.tensor(reference_logits(path, pairs))).tolist()
     async with run_server(LIMITS, model=str(path), **ENCODER) as served:
-        status, answer = await post(served, "/rerank", {"query": SHORT[0], "documents": SHORT[1:]})
+        status, answer = await served.post("/rerank", {"query": SHORT[0], "documents": SHORT[1:]})
         assert status == 200, answer
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         assert [row["index"] for row in answer["results"]] == order
         assert [row["relevance_score"] for row in answer["results"]] == pytest.approx(sorted(scores)[::-1], abs=1e-4)
-        status, answer = await post(served, "/score", {"text_1": SHORT[0], "text_2": SHORT[1:]})
+        status, answer = await served.post("/score", {"text_1": SHORT[0], "text_2": SHORT[1:]})
         assert [row["score"] for row in answer["data"]] == pytest.approx(scores, abs=1e-4)
         body: dict[str, Any] = {"text_1": "a", "text_2": "b" * 300}
-        status, answer = await post(served, "/score", body)
+        status, answer = await served.post("/score", body)
         assert status == 400 and "maximum context length is 128 tokens" in answer["error"]["message"]  # less 2 for pads
-        _, cut = await post(served, "/score", {**body, "truncate_prompt_tokens": -1})
-        _, same = await post(served, "/score", {**body, "text_2": "b" * (128 - 5)})
+        _, cut = await served.post("/score", {**body, "truncate_prompt_tokens": -1})
+        _, same = await served.post("/score", {**body, "text_2": "b" * (128 - 5)})
         assert cut["data"] == same["data"] and cut["usage"]["prompt_tokens"] == 128
-        status, answer = await post(served, "/score", {**body, "truncate_prompt_tokens": 0})
+        status, answer = await served.post("/score", {**body, "truncate_prompt_tokens": 0})
         assert status == 400 and "expected a prompt of 1 to 128 tokens, got none" in answer["error"]["message"]
-        status, answer = await post(served, "/v1/embeddings", {"input": "a"})
+        status, answer = await served.post("/v1/embeddings", {"input": "a"})
         assert status == 400 and "--convert embed" in answer["error"]["message"]
-        status, answer = await post(served, "/score", {"text_1": "a", "text_2": "b", "instruction": "c"})
+        status, answer = await served.post("/score", {"text_1": "a", "text_2": "b", "instruction": "c"})
         assert (status, answer["error"]["param"]) == (400, "instruction")

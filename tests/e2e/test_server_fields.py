@@ -1,6 +1,7 @@
 """Fields of vLLM in requests to a tiny real model, as lm-eval-harness and other clients send them; its routes."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,10 @@ TOKEN_A = 3 + 1 + ord("a") - 0x21  # of `save_tokenizer`
 
 
 async def sent(served: Served, path: str, **body: Any) -> tuple[int, Any]:
-    reader, writer = await served.connect(path, body)
-    head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-    length = next((line for line in head.splitlines() if line.startswith("content-length")), None)
-    if length is None:  # a stream
-        parts = []
-        while size := int((await reader.readline()).strip(), 16):
-            parts.append(await reader.readexactly(size))
-            await reader.readline()
-        answer = b"".join(parts).decode()
-        result: Any = [json.loads(line[6:]) for line in answer.split("\n\n") if line and "[DONE]" not in line]
-    else:
-        result = json.loads(await reader.readexactly(int(length.split()[1])))
-    writer.close()
-    return int(head.split()[1]), result
+    """Returns the status, and the JSON of the answer or of each event."""
+    status, text = await served.exchange("POST", path, body)
+    events = re.findall(r"^data: (\{.*)$", text, re.MULTILINE)
+    return status, [json.loads(event) for event in events] if events else json.loads(text)
 
 
 async def completed(served: Served, **body: Any) -> Any:

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,28 +245,34 @@ SCENES = (
 )
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", families("llava", "qwen2_vl", "idefics3"))
-def test_on_one_tree(name: str, tmp_path: Path) -> None:
-    """All scenes, as a server takes seconds to start; its name stands above a failure."""
-    sight = Sight(name, tmp_path)
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open" / "one.txt").write_text("not an image")
-    limits = ImageLimits(count=3, nbytes=200_000, pixels=MAX_PIXELS)
-    server = {"image_limits": limits, "allowed_local_media_path": (f"{tmp_path}/open",), "max_body_nbytes": 2_000_000}
+def play(
+    cls: type[Seeing], name: str, path: Path, server_options: dict[str, Any], scenes: Sequence[Any], **options: Any
+) -> None:
+    """Plays all scenes on one server, as a start takes seconds; the name of a scene stands above its failure."""
+    sight = Sight(name, path)
+    (path / "open").mkdir()
+    (path / "open" / "one.txt").write_text("not an image")
 
     async def all_scenes(elsewhere: Elsewhere) -> None:
         hosts = {"allowed_media_domains": (f"127.0.0.1:{elsewhere.port}",)}
-        options = {"simulated": None, "model": str(tmp_path), "api_server_count": 1, "store_nbytes": 16 << 20}
-        options["tensor_transport"] = "store" if name == "llava" else "auto"
-        async with run_server(server | hosts, 3 * START, **options, **SIZES) as served:
-            served.__class__ = Seeing
-            served.elsewhere = elsewhere
-            served.sight = sight
-            for scene in SCENES if name == "llava" else SCENES[:6]:
+        server = {**server_options, **hosts, "allowed_local_media_path": (f"{path}/open",)}
+        usual = {"simulated": None, "model": str(path), "api_server_count": 1, "store_nbytes": 16 << 20}
+        async with run_server(server, 3 * START, **usual, **options, **SIZES) as served:
+            served.__class__ = cls
+            served.sight, served.elsewhere = sight, elsewhere
+            for scene in scenes:
                 print(scene.__name__, flush=True)
                 await asyncio.wait_for(scene(served), 120)
                 await served.must_hold_nothing()
 
     with contextlib.closing(Elsewhere()) as elsewhere:
         asyncio.run(all_scenes(elsewhere))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", families("llava", "qwen2_vl", "idefics3"))
+def test_images_are_seen_refused_and_forgotten(name: str, tmp_path: Path) -> None:
+    limits = ImageLimits(count=3, nbytes=200_000, pixels=MAX_PIXELS)
+    server_options = {"image_limits": limits, "max_body_nbytes": 2_000_000}
+    transport = "store" if name == "llava" else "auto"
+    play(Seeing, name, tmp_path, server_options, SCENES if name == "llava" else SCENES[:6], tensor_transport=transport)

@@ -47,12 +47,8 @@ def build(folder: Path) -> tuple[Family, list[Adapter], LoraConfig]:
 
 async def changed(served: Served, route: str, **fields: object) -> tuple[int, str]:
     """Sends a change of adapters. Returns the status, and the text or the error's message."""
-    reader, writer = await served.connect(f"/v1/{route}_lora_adapter", fields)
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = next(line for line in head.decode().lower().split("\r\n") if line.startswith("content-length"))
-    text = (await reader.readexactly(int(length.split(":")[1]))).decode()
-    writer.close()
-    return int(head.split()[1]), json.loads(text)["error"]["message"] if text.startswith("{") else text
+    status, text = await served.exchange("POST", f"/v1/{route}_lora_adapter", fields)
+    return status, json.loads(text)["error"]["message"] if text.startswith("{") else text
 
 
 def body_of(request: Asked, tokens: int | None = None) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """/v1/messages through the server, as Anthropic's clients send them."""
 
-import asyncio
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ for library in ("openai", "httptools"):
     pytest.importorskip(library)
 
 from penstock.server.chat import response_schema  # noqa: E402
+from tests.e2e.schema_cases import WEATHER  # noqa: E402
 from tests.e2e.test_server import KEY, Served, run_server  # noqa: E402
 from tests.support.engine import START, simulated_device  # noqa: E402
 from tests.support.grammars import simulated_chats  # noqa: E402
@@ -23,24 +23,14 @@ LIMITS: dict[str, Any] = {"max_open_requests": 256, "max_body_nbytes": 1 << 20, 
 MODEL = "simulated"
 USER = {"role": "user", "content": "hi"}
 PROMPT = "user: hi\nassistant:"
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rio", "Bern"]}, "days": {"type": "integer", "minimum": 1, "maximum": 14}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TOOL = {"name": "weather", "description": "of a city", "input_schema": WEATHER}
 
 
 async def post(served: Served, path: str = "", key: str = f"x-api-key: {KEY}", **fields: Any) -> tuple[int, Any]:
     """Status and JSON of an answer."""
-    body = json.dumps({"model": MODEL, "messages": [USER], **fields}).encode()
-    head = f"POST /v1/messages{path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{key}\r\ncontent-length: {len(body)}"
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(f"{head}\r\n\r\n".encode() + body)
-    answer, _, rest = (await reader.read()).partition(b"\r\n\r\n")
-    writer.close()
-    return int(answer.split()[1]), json.loads(rest)
+    body = {"model": MODEL, "messages": [USER], **fields}
+    status, text = await served.exchange("POST", f"/v1/messages{path}", body, f"{key}\r\n")
+    return status, json.loads(text)
 
 
 async def events_of(served: Served, kill: str = "", **fields: Any) -> list[dict[str, Any]]:

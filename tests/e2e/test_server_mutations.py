@@ -14,7 +14,7 @@ for library in ("openai", "httptools", "torch", "llguidance"):
     pytest.importorskip(library)
 
 from tests import tiers  # noqa: E402
-from tests.e2e.test_server import AUTHORIZED, Served, run_server  # noqa: E402
+from tests.e2e.test_server import run_server  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.tiny_models import LLAMA, write_llama  # noqa: E402
 
@@ -135,17 +135,6 @@ def body_of(number: int, seed: int) -> bytes:
     return body
 
 
-async def status_of(served: Served, body: bytes) -> tuple[int, bytes]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    try:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}"
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        answer = await reader.read()
-        return int(answer.split(maxsplit=2)[1]), answer
-    finally:
-        writer.close()
-
-
 @pytest.mark.timeout(SECONDS)
 @in_a_loop
 async def test_damaged_requests_are_answered_or_refused(seed: int, tmp_path: Path) -> None:
@@ -161,9 +150,10 @@ async def test_damaged_requests_are_answered_or_refused(seed: int, tmp_path: Pat
         async def ask() -> None:
             for number in numbers:
                 body = body_of(number, seed)
-                status, answer = await asyncio.wait_for(status_of(served, body), ANSWER_S)
+                asking = served.exchange("POST", "/v1/chat/completions", body)
+                status, answer = await asyncio.wait_for(asking, ANSWER_S)
                 about = f"request {number} of seed {seed}: {body[:2000]!r}: {answer[:2000]!r}"
-                assert status in (200, 400, 413, 422) and b"InternalServerError" not in answer, about
+                assert status in (200, 400, 413, 422) and "InternalServerError" not in answer, about
                 statuses[status] = statuses.get(status, 0) + 1
                 if number == tiers.REQUEST_MUTATIONS // 2:  # the worker has compiled as many grammars as it keeps
                     before.update({role: process.memory_info().rss for role, process in processes.items()})

@@ -61,15 +61,6 @@ def reference(path: Path, ids: list[int]) -> Floats:
     return vector
 
 
-async def post(served: Served, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    reader, writer = await served.connect(path, body)
-    head = await reader.readuntil(b"\r\n\r\n")
-    length = next(line for line in head.decode().lower().split("\r\n") if line.startswith("content-length"))
-    payload = await reader.readexactly(int(length.split(":")[1]))
-    writer.close()
-    return int(head.split()[1]), json.loads(payload)
-
-
 # ── embeddings ───────────────────────────────────────────────────────────────────────────────────────────────────────
 async def embeddings_are_those_of_transformers(served: Served, path: Path) -> None:
     for encoding in ("float", "base64", openai.NOT_GIVEN):
@@ -103,11 +94,11 @@ async def dimensions_are_cut_and_have_length_one_again(served: Served, path: Pat
 
 async def prompts_are_truncated_to_their_ends(served: Served, path: Path) -> None:
     ids = list(range(10, 260)) * 2
-    _, answer = await post(served, "/v1/embeddings", {"input": ids, "truncate_prompt_tokens": 100})
+    _, answer = await served.post("/v1/embeddings", {"input": ids, "truncate_prompt_tokens": 100})
     assert np.abs(np.array(answer["data"][0]["embedding"]) - reference(path, ids[-100:])).max() <= 1e-4
-    status, answer = await post(served, "/v1/embeddings", {"input": ids, "truncate_prompt_tokens": -1})
+    status, answer = await served.post("/v1/embeddings", {"input": ids, "truncate_prompt_tokens": -1})
     assert (status, answer["usage"]["prompt_tokens"]) == (200, MAX_LEN)
-    status, _ = await post(served, "/v1/embeddings", {"input": ids[:MAX_LEN]})
+    status, _ = await served.post("/v1/embeddings", {"input": ids[:MAX_LEN]})
     assert status == 200
 
 
@@ -129,7 +120,7 @@ async def bad_bodies_are_refused_by_field(served: Served, path: Path) -> None:
         ({"input": "a", "truncate_prompt_tokens": MAX_LEN + 1}, "truncate_prompt_tokens", "at most"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "input", "got none"),
     ):
-        status, answer = await post(served, "/v1/embeddings", fields)
+        status, answer = await served.post("/v1/embeddings", fields)
         assert (status, answer["error"]["param"]) == (400, param), (fields, answer)
         assert words in answer["error"]["message"], (fields, answer)
 
@@ -142,8 +133,8 @@ async def embedding_server_generates_nothing(served: Served, path: Path) -> None
         await served.client.chat.completions.create(model=LLAMA, messages=[{"role": "user", "content": "a"}])
     with refused("BadRequestError"):
         await served.client.responses.create(model=LLAMA, input="a")
-    status, answer = await post(
-        served, "/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    status, answer = await served.post(
+        "/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     )
     assert status == 400 and "--runner generate" in answer["error"]["message"]
     with refused("NotFoundError"):
@@ -152,13 +143,13 @@ async def embedding_server_generates_nothing(served: Served, path: Path) -> None
 
 async def scores_are_cosines_of_embeddings(served: Served, path: Path) -> None:
     first, *others = [reference(path, tokenized(path, text)) for text in TEXTS]
-    status, answer = await post(served, "/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]})
+    status, answer = await served.post("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]})
     assert status == 200 and answer["object"] == "list"
     assert [entry["score"] for entry in answer["data"]] == pytest.approx([float(first @ v) for v in others], abs=1e-4)
-    status, answer = await post(served, "/score", {"queries": TEXTS[:2], "documents": TEXTS[2:4]})
+    status, answer = await served.post("/score", {"queries": TEXTS[:2], "documents": TEXTS[2:4]})
     assert status == 200 and len(answer["data"]) == 2
     for fields in ({"text_1": TEXTS[:2], "text_2": TEXTS[:3]}, {"text_1": "a"}, {"text_1": "a", "text_2": []}):
-        status, answer = await post(served, "/score", fields)
+        status, answer = await served.post("/score", fields)
         assert (status, answer["error"]["param"]) == (400, "text_2"), answer
 
 
@@ -168,13 +159,13 @@ async def documents_are_ranked_by_their_scores(served: Served, path: Path) -> No
     expected = [float(first @ vector) for vector in others]
     order = sorted(range(4), key=lambda index: -expected[index])
     for route in ("/rerank", "/v1/rerank", "/v2/rerank"):
-        status, answer = await post(served, route, {"model": LLAMA, "query": query, "documents": documents})
+        status, answer = await served.post(route, {"model": LLAMA, "query": query, "documents": documents})
         assert status == 200 and [entry["index"] for entry in answer["results"]] == order
         assert [entry["document"]["text"] for entry in answer["results"]] == [documents[index] for index in order]
         scores = [entry["relevance_score"] for entry in answer["results"]]
         assert scores == pytest.approx([expected[index] for index in order], abs=1e-4)
     body = {"query": query, "documents": [{"text": text} for text in documents], "top_n": 2, "return_documents": False}
-    _, answer = await post(served, "/rerank", body)
+    _, answer = await served.post("/rerank", body)
     assert [entry["index"] for entry in answer["results"]] == order[:2] and "document" not in answer["results"][0]
 
 
@@ -220,17 +211,17 @@ async def test_scores_are_the_probability_of_yes(model: Path) -> None:
     documents = ["It rains.", "Bern is a town.", "Sunny and warm in Rio, 30 degrees."]
     expected = [reference_score(model, TEXTS[1], text, instruction) for text in documents]
     async with run_server(LIMITS, model=str(model), tensor_parallel_size=2, **sizes) as served:
-        status, answer = await post(served, "/v1/score", {"text_1": TEXTS[1], "text_2": documents})
+        status, answer = await served.post("/v1/score", {"text_1": TEXTS[1], "text_2": documents})
         assert status == 200 and [row["score"] for row in answer["data"]] == pytest.approx(expected, abs=1e-4)
-        status, answer = await post(served, "/rerank", {"query": TEXTS[1], "documents": documents, "top_n": 1})
+        status, answer = await served.post("/rerank", {"query": TEXTS[1], "documents": documents, "top_n": 1})
         assert [row["index"] for row in answer["results"]] == [int(np.argmax(expected))]
         body = {"query": TEXTS[1], "documents": documents[:1], "instruction": "Is there rain?"}
-        status, answer = await post(served, "/rerank", body)
+        status, answer = await served.post("/rerank", body)
         other = reference_score(model, TEXTS[1], documents[0], "Is there rain?")
         assert answer["results"][0]["relevance_score"] == pytest.approx(other, abs=1e-4)
-        status, answer = await post(served, "/v1/embeddings", {"input": "a"})
+        status, answer = await served.post("/v1/embeddings", {"input": "a"})
         assert status == 400 and "--convert embed" in answer["error"]["message"]
-        status, answer = await post(served, "/score", {"text_1": "a", "text_2": "x" * 900})
+        status, answer = await served.post("/score", {"text_1": "a", "text_2": "x" * 900})
         assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
@@ -238,5 +229,5 @@ async def test_scores_are_the_probability_of_yes(model: Path) -> None:
 async def test_generating_server_refuses_embeddings() -> None:
     async with run_server() as served:
         for path, body in (("/v1/embeddings", {"input": "a"}), ("/rerank", {"query": "a", "documents": ["b"]})):
-            status, answer = await post(served, path, body)
+            status, answer = await served.post(path, body)
             assert status == 400 and "--runner pooling" in answer["error"]["message"]

@@ -15,7 +15,8 @@ for library in ("openai", "httptools"):
     pytest.importorskip(library)
 
 from penstock.server.chat import response_schema  # noqa: E402
-from tests.e2e.test_server import AUTHORIZED, KEY, Served, refused, run_server  # noqa: E402
+from tests.e2e.schema_cases import WEATHER  # noqa: E402
+from tests.e2e.test_server import KEY, Served, refused, run_server  # noqa: E402
 from tests.support.engine import START, simulated_device  # noqa: E402
 from tests.support.grammars import simulated_chats  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
@@ -23,12 +24,6 @@ from tests.support.loops import in_a_loop  # noqa: E402
 ANOTHER_KEY = "open"
 LIMITS: dict[str, Any] = {"max_open_requests": 256, "max_body_nbytes": 1 << 20, "client_timeout": 20.0}
 MODEL = "simulated"
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rio", "Bern"]}, "days": {"type": "integer", "minimum": 1, "maximum": 14}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TOOL: Any = {"type": "function", "name": "weather", "description": "of a city", "parameters": WEATHER, "strict": True}
 
 
@@ -248,8 +243,4 @@ async def test_tools_and_formats_of_responses_are_those_of_chats(tmp_path: Path)
     async with run_server({**LIMITS, "served_model_name": (MODEL,)}, **simulated_chats(tmp_path)) as served:
         await calls_are_forced_and_read_back(served)
         await answers_follow_a_schema(served)
-        options = f"DELETE /v1/responses/resp_x HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}\r\n"
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(options.encode())
-        assert b" 404 " in await reader.readline()
-        writer.close()
+        assert (await served.exchange("DELETE", "/v1/responses/resp_x"))[0] == 404

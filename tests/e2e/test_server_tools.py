@@ -13,18 +13,13 @@ for library in ("openai", "httptools", "torch", "llguidance"):
     pytest.importorskip(library)
 
 from tests import tiers  # noqa: E402
+from tests.e2e.schema_cases import WEATHER  # noqa: E402
 from tests.e2e.test_server import Served, refused, run_server  # noqa: E402
 from tests.support.engine import START  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.tiny_models import END_OF_TURN, LLAMA, SPECIAL, write_llama  # noqa: E402
 
 LIMITS = {"max_open_requests": 256, "max_body_nbytes": 1 << 20, "client_timeout": 20.0}
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"enum": ["Rio", "Bern"]}, "days": {"type": "integer", "minimum": 1, "maximum": 14}},
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": WEATHER}},
     {"type": "function", "function": {"name": "time"}},

@@ -2,7 +2,6 @@
 
 import asyncio
 import base64
-import contextlib
 import os
 import signal
 from pathlib import Path
@@ -16,28 +15,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("httptools")
 pytest.importorskip("av")
 
-from penstock import Store  # noqa: E402
-from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.media.video_file import VideoLimits  # noqa: E402
-from tests.crash.test_engine_images import held  # noqa: E402
-from tests.e2e.test_server import Served, run_server  # noqa: E402
+from tests.e2e.test_server_images import Seeing, play  # noqa: E402
 from tests.support.engine import START  # noqa: E402
-from tests.support.sights import Sight  # noqa: E402
 from tests.support.videos import repeated, video  # noqa: E402
 from tests.tiers import needs_all  # noqa: E402
 from tests.unit.engine.media.test_image_processor import picture  # noqa: E402
-from tests.unit.engine.media.test_media_fetcher import Elsewhere, whole  # noqa: E402
+from tests.unit.engine.media.test_media_fetcher import whole  # noqa: E402
 from tests.unit.server.images.test_image_prompts import part, text  # noqa: E402
 
-COUNT = 8
-SIZES = {
-    "num_gpu_blocks_override": 256,
-    "max_model_len": 480,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 24,
-    "dtype": "float32",
-    "block_size": 4,
-}
 LIMITS = VideoLimits(count=2, nbytes=2_000_000, pixels=640 * 480, seconds=200.0, decoder_seconds=2.0)
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 ENDLESS = 1200  # repetitions of 30 frames, in 1.8 MB: they take a decoder many times its seconds
@@ -51,23 +37,8 @@ def clip_at(url: str) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": url}}
 
 
-class Watching(Served):
+class Watching(Seeing):
     """A served model that takes videos."""
-
-    path: Path
-    elsewhere: Elsewhere
-
-    @property
-    def store(self) -> Store:
-        store = self.launcher.cluster.store
-        assert store is not None
-        return store
-
-    async def chat(self, *parts: dict[str, Any], **options: Any) -> Any:
-        extra = {"ignore_eos": True, "skip_special_tokens": False}
-        usual = {"model": self.path.name, "max_tokens": COUNT, "temperature": 0, "extra_body": extra}
-        messages = [{"role": "user", "content": list(parts)}]
-        return await self.client.chat.completions.create(**{**usual, "messages": messages, **options})
 
     async def answer_to(self, *parts: dict[str, Any], **options: Any) -> str:
         answer: str = (await self.chat(*parts, **options)).choices[0].message.content
@@ -78,8 +49,7 @@ class Watching(Served):
         return [pid for child in self.children() if child.member.kind == "server" for pid in descendants(child.pid)]
 
     async def must_hold_nothing(self) -> None:
-        await self.until(lambda: self.number(StatusBoard.OPEN) == 0)
-        await self.until(lambda: not held(self.store))
+        await super().must_hold_nothing()
         for name in ("penstock_media_bytes", "penstock_media_waiting", "penstock_videos_decoding"):
             while await self.total(name):
                 await asyncio.sleep(0.01)
@@ -117,10 +87,10 @@ async def the_server_does_without_torch(engine: Watching) -> None:
 async def a_video_is_the_same_wherever_it_lies_and_in_a_stream(engine: Watching) -> None:
     raw = video(frames=24)
     expected = await engine.answer_to(clip(raw), text("a"))
-    (engine.path / "open" / "a.mp4").write_bytes(raw)
+    (engine.sight.path / "open" / "a.mp4").write_bytes(raw)
     engine.elsewhere.script = whole(body=raw)
     puts = engine.store.stats().puts
-    for url in (f"file://{engine.path}/open/a.mp4", f"http://127.0.0.1:{engine.elsewhere.port}/a.mp4"):
+    for url in (f"file://{engine.sight.path}/open/a.mp4", f"http://127.0.0.1:{engine.elsewhere.port}/a.mp4"):
         assert await engine.answer_to(clip_at(url), text("a")) == expected
     stream = await engine.chat(clip(raw), text("a"), stream=True)
     assert "".join([event.choices[0].delta.content or "" async for event in stream]) == expected
@@ -171,7 +141,7 @@ async def a_video_without_end_ends_with_its_own_request(engine: Watching) -> Non
 
 async def a_client_that_goes_takes_its_decoder_with_it(engine: Watching) -> None:
     content = [clip(repeated(ENDLESS - 1), "video/webm")]
-    body = {"model": engine.path.name, "messages": [{"role": "user", "content": content}]}
+    body = {"model": engine.sight.path.name, "messages": [{"role": "user", "content": content}]}
     before = await engine.total("penstock_videos_total", 'end="cancelled"')
     _, writer = await engine.connect("/v1/chat/completions", body)
     while not await engine.total("penstock_videos_decoding"):
@@ -209,27 +179,6 @@ SCENES = (
 @needs_all  # the decoders by themselves are tested before a push, too
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_on_one_tree(name: str, tmp_path: Path) -> None:
-    """All scenes, as a server takes seconds to start; its name stands above a failure."""
-    Sight(name, tmp_path)
-    (tmp_path / "open").mkdir()
-    server = {
-        "video_limits": LIMITS,
-        "media_nbytes_in_flight": 256 << 20,
-        "allowed_local_media_path": (f"{tmp_path}/open",),
-        "max_body_nbytes": 6_000_000,
-    }
-
-    async def all_scenes(elsewhere: Elsewhere) -> None:
-        hosts = {"allowed_media_domains": (f"127.0.0.1:{elsewhere.port}",)}
-        options = {"simulated": None, "model": str(tmp_path), "api_server_count": 1, "store_nbytes": 16 << 20}
-        async with run_server(server | hosts, 3 * START, **options, **SIZES) as served:
-            served.__class__ = Watching
-            served.path, served.elsewhere = tmp_path, elsewhere
-            for scene in SCENES if name == "qwen2_vl" else SCENES[:4]:
-                print(scene.__name__, flush=True)
-                await asyncio.wait_for(scene(served), 120)
-                await served.must_hold_nothing()
-
-    with contextlib.closing(Elsewhere()) as elsewhere:
-        asyncio.run(all_scenes(elsewhere))
+def test_videos_are_watched_refused_and_forgotten(name: str, tmp_path: Path) -> None:
+    server_options = {"video_limits": LIMITS, "media_nbytes_in_flight": 256 << 20, "max_body_nbytes": 6_000_000}
+    play(Watching, name, tmp_path, server_options, SCENES if name == "qwen2_vl" else SCENES[:4])

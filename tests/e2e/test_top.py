@@ -154,11 +154,8 @@ async def without_the_key_there_is_nothing_to_see(served: Served) -> None:
         assert (status, out) == (2, "") and "API key" in error
     shown = await seen_by_top(url, PENSTOCK_API_KEY=KEY)
     assert shown.moment.server_info.url == url
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(b"GET /dashboard HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    response = (await reader.read()).decode()
-    writer.close()
-    assert " 200 " in response.partition("\r\n")[0] and KEY not in response
+    status, response = await served.exchange("GET", "/dashboard", header="")
+    assert status == 200 and KEY not in response
 
 
 async def the_root_leads_to_the_page_and_the_page_to_grafana(served: Served) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import signal
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -120,36 +121,33 @@ def receive_from_two(own: Own, numbers: set[int]) -> None:
         missing.remove(number)
 
 
-def wait_for_death(own: Own, pid: int) -> None:
+@contextlib.contextmanager
+def death_of(pid: int, otherwise: str) -> Iterator[None]:
+    """The block raises the death of the process."""
     try:
-        record = own.receiver.receive(timeout=WAIT)
+        yield
     except penstock.PeerDied as death:
         if death.pid != pid:
             raise
     else:
-        raise Changed(f"a record of {len(record)} bytes came where a death was due")
+        raise Changed(otherwise)
+
+
+def wait_for_death(own: Own, pid: int) -> None:
+    with death_of(pid, "a record came where a death was due"):
+        own.receiver.receive(timeout=WAIT)
 
 
 def wait_for_death_in_loop(own: Own, pid: int) -> None:
-    try:
+    with death_of(pid, "a record came where a death was due"):
         own.loop.run_until_complete(own.receiver.receive(timeout=WAIT))
-    except penstock.PeerDied as death:
-        if death.pid != pid:
-            raise
-    else:
-        raise Changed("a record came where a death was due")
 
 
 def send_until_death(own: Own, pid: int) -> None:
     """Fills the ring, and waits for room that will never be."""
-    try:
+    with death_of(pid, "a hundred records were sent through a ring of sixteen KiB that nobody reads"):
         for number in range(100):
             own.sender.send(payload(number, 3000), timeout=WAIT)
-    except penstock.PeerDied as death:
-        if death.pid != pid:
-            raise
-    else:
-        raise Changed("a hundred records were sent through a ring of sixteen KiB that nobody reads")
 
 
 def leave(own: Own) -> None:

@@ -20,7 +20,7 @@ from tests import tiers
 from tests.crash.test_engine_migration import Reader, counted, migrations
 from tests.support.engine import PATIENCE, START, prompt
 from tests.support.loops import in_a_loop
-from tests.support.nodes import REMOTE, TwoNodes, has_namespaces, two_nodes
+from tests.support.nodes import DIRECTIONS, REMOTE, TwoNodes, has_namespaces, two_nodes
 
 pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is not permitted here")
 
@@ -53,16 +53,16 @@ class Campaign:
         """Strikes, and waits until the node serves again."""
         engine, began = self.engine, time.monotonic()
         if blow == "delay":
-            engine.relay.delay = 0.2
+            engine.relay.delay_s = 0.2
             await asyncio.sleep(self.chance.uniform(0.1, 0.5))
-            engine.relay.delay = 0.0
+            engine.relay.delay_s = 0.0
             return
         if blow == "reset" or blow.startswith("flip"):
             resumed = engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE)
             if blow == "reset":
                 engine.relay.reset()
             else:
-                engine.relay.flips[blow.split()[1]] = 1
+                engine.relay.flips[DIRECTIONS[blow.split()[1]]] = 1
             await engine.until(lambda: engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) > resumed, NOTICED_WITHIN)
             self.noticed.setdefault(blow, []).append(time.monotonic() - began)
             return
@@ -74,22 +74,20 @@ class Campaign:
 
     @contextlib.asynccontextmanager
     async def _blow(self, blow: str) -> AsyncIterator[None]:
-        remote, is_cut = self.engine.remote, self.engine.relay.is_cut
+        remote, link = self.engine.remote, self.engine.relay
         if blow == "node":
             remote.kill()
         elif blow == "stop":
             remote.signal(signal.SIGSTOP)
         elif blow.startswith("cut"):
-            for direction in blow.split()[1:] or list(is_cut):
-                is_cut[direction] = True
+            link.cut(*(DIRECTIONS[name] for name in blow.split()[1:] or DIRECTIONS))
         else:
             os.kill(remote.pid_of(blow), signal.SIGKILL)
         yield
         if blow == "node":
             remote.start()
         remote.signal(signal.SIGCONT)
-        for direction in is_cut:
-            is_cut[direction] = False
+        link.is_cut = [False, False]
 
 
 @pytest.mark.timeout(3600)

@@ -19,7 +19,7 @@ from tests import tiers
 from tests.crash.test_engine_migration import counted, migrations, readers, require_exact
 from tests.support.engine import START
 from tests.support.loops import in_a_loop
-from tests.support.nodes import TwoNodes, has_namespaces, two_nodes
+from tests.support.nodes import DIRECTIONS, TwoNodes, has_namespaces, two_nodes
 
 pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is not permitted here")
 
@@ -79,7 +79,7 @@ async def test_requests_resume_when_the_other_node_loses_its_ranks(blow: str) ->
         elif blow == "stop":
             engine.remote.signal(signal.SIGSTOP)
         elif blow == "cut":
-            engine.relay.is_cut.update(out=True, back=True)
+            engine.relay.cut(*DIRECTIONS.values())
         else:
             os.kill(engine.remote.pid_of(blow), signal.SIGKILL)
         await engine.until(lambda: engine.number(StatusBoard.SERVING) == 0)
@@ -89,7 +89,7 @@ async def test_requests_resume_when_the_other_node_loses_its_ranks(blow: str) ->
         if blow == "node":
             engine.remote.start()
         engine.remote.signal(signal.SIGCONT)
-        engine.relay.is_cut.update(out=False, back=False)
+        engine.relay.is_cut = [False, False]
         await require_exact(engine, started)
         assert migrations(client) == {"died": OPEN}
         await require_restarted(engine, client)

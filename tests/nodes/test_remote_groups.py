@@ -24,7 +24,7 @@ from tests.support.certificates import make_certificates
 from tests.support.engine import START, answered, prompt
 from tests.support.fine_tunes import write_fine_tune
 from tests.support.loops import in_a_loop
-from tests.support.nodes import REMOTE, TwoNodes, has_namespaces, two_nodes
+from tests.support.nodes import DIRECTIONS, REMOTE, TwoNodes, has_namespaces, two_nodes
 
 pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is not permitted here")
 
@@ -93,7 +93,7 @@ async def test_answers_stay_exact_when_a_bit_flips_between_nodes(direction: str)
     async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
         started = await readers(client, OPEN)
         assert of_remote(started) > 0
-        engine.relay.flips[direction] = 1
+        engine.relay.flips[DIRECTIONS[direction]] = 1
         await require_exact(engine, started)
         await engine.until(lambda: engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) == 1, START)
         assert migrations(client) == {}
@@ -130,13 +130,13 @@ async def test_image_is_pulled_once_for_all_workers_of_the_other_node() -> None:
     options = {"tensor_parallel_size": 2, "store_nbytes": 64 << 20}
     async with two_nodes(**options) as engine, Client(engine.launcher.cluster, 0) as client:
         image = ImageInput({"pixels": np.arange(1 << 20, dtype=np.float32)}, 2, 4, key=bytes(range(32)))
-        before = engine.relay.nbytes["out"]
+        before = engine.relay.nbytes[DIRECTIONS["out"]]
         started = []
         while of_remote(started) < 3:
             params, ids = SamplingParams(max_tokens=5, ignore_eos=True), prompt()
             started.append(Reader(await client.submit(ids, params, values=[image]), ids, 5))
         await require_exact(engine, started)
-        nbytes = engine.relay.nbytes["out"] - before
+        nbytes = engine.relay.nbytes[DIRECTIONS["out"]] - before
         assert 4 << 20 < nbytes < 5 << 20
 
 

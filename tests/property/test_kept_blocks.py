@@ -12,7 +12,7 @@ import pytest
 from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.protocol.messages import Progress, SamplingParams, Submit
 from tests import tiers
-from tests.property.device import BLOCK_SIZE, Core, Users, answer, image
+from tests.property.device import BLOCK_SIZE, Core, Users, image
 
 LIVES, REQUESTS = 5, 12
 MEMORY = {"little": 24, "plenty": 120}  # blocks
@@ -56,9 +56,7 @@ def run(seed: int, blocks: int, has_prefix_cache: bool, repeats_singly: bool) ->
         hits += core.scheduler.resumed_found
         tails += core.scheduler.resumed_found % BLOCK_SIZE > 0
     core.drain()
-    for owner, value in core.got.items():
-        expected = answer(core.submits[owner[:2]], owner[2])
-        assert value == expected if core.ended[owner] == "done" else value == expected[: len(value)], (seed, owner)
+    core.require_answers(seed)
     return hits, tails, core.scheduler.cache.num_adopted
 
 

@@ -60,9 +60,7 @@ def test_every_request_gets_its_own_answer_and_nothing_is_left(memory: str, has_
         core = run(seed, MEMORY[memory], failing=0.002, has_overlap=has_overlap, full_step_tokens=full_step)
         ends.update(core.ended.values())
         shared, preempted = shared + core.shared, preempted + core.preempted
-        for owner, value in core.got.items():
-            expected = answer(core.submits[owner[:2]], owner[2])
-            assert value == expected if core.ended[owner] == "done" else value == expected[: len(value)], (seed, owner)
+        core.require_answers(seed)
     assert set(ends) == {"done", "aborted", "stopped", "failed"}, ends
     assert shared > 100 and (preempted > 10) == (memory != "plenty"), (shared, preempted)
 
@@ -103,9 +101,7 @@ SLOTS = 2 * SLOT_SHARE
 def test_slots_reserved_for_small_clients_change_no_answer(memory: str) -> None:
     for seed in range(SEEDS // 2):
         core = run(seed, MEMORY[memory], failing=0.002, requests=40, slots=SLOTS)
-        for owner, value in core.got.items():
-            expected = answer(core.submits[owner[:2]], owner[2])
-            assert value == expected if core.ended[owner] == "done" else value == expected[: len(value)], (seed, owner)
+        core.require_answers(seed)
 
 
 def asking(number: int, client: str, chance: random.Random, n: int = 1) -> Submit:

@@ -1,28 +1,24 @@
 """Two nodes on this machine: the home node in the test's process, and another one in a pid namespace of its own.
 
-Between them stands a relay, which can stop to pass on what comes, in one direction or in both, pass it on late, and
-flip bits of it.
+Between them stands a relay.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
-import random
 import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
-import time
-from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -31,9 +27,11 @@ from penstock.engine.protocol.config import EngineConfig, Nodes
 from penstock.environment import NODE_SECRET
 from penstock.server.server_launcher import run_headless
 from tests.support.engine import START, Running, simulated_device
+from tests.support.relay import TO_CONNECTOR, TO_LISTENER, Relay, relay
 
 HOST = "127.0.0.1"
 REMOTE = 1  # number of the other node's group on the home node
+DIRECTIONS = {"out": TO_CONNECTOR, "back": TO_LISTENER}  # of the link, as the home node sees it
 NAMESPACES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -45,108 +43,6 @@ def free_port() -> int:
     with socket.create_server((HOST, 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
-
-
-# ── the link between them ────────────────────────────────────────────────────────────────────────────────────────────
-class Relay:
-    """Passes connections on to the home node. `is_cut` by direction: "out" from the home node, "back" to it."""
-
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self.is_cut = {"out": False, "back": False}
-        self.delay = 0.0  # seconds, in each direction
-        self.flips = {"out": 0, "back": 0}  # bits that are still to be flipped, one in each of the next pieces
-        self.nbytes = {"out": 0, "back": 0}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def start(self) -> int:
-        self._server = await asyncio.start_server(self._accept, HOST, 0)
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
-
-    def reset(self) -> None:
-        """Resets all connections, at both sides."""
-        for writer in self._writers:
-            connection = writer.get_extra_info("socket")
-            if connection is not None:
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.transport.abort()
-
-    async def close(self) -> None:
-        self._server.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in self._writers:  # of tasks that had not begun
-            writer.transport.abort()
-        await asyncio.sleep(0)  # transports close their sockets
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        task = asyncio.ensure_future(self._pass_on(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers = [writer]
-        try:
-            with contextlib.suppress(OSError):
-                home_reader, home_writer = await asyncio.open_connection(HOST, self._target)
-                writers.append(home_writer)
-                self._writers.add(home_writer)
-                back = asyncio.ensure_future(self._direction("back", reader, home_writer))
-                out = asyncio.ensure_future(self._direction("out", home_reader, writer))
-                try:
-                    await asyncio.wait([back, out], return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    back.cancel()
-                    out.cancel()
-                    await asyncio.gather(back, out, return_exceptions=True)
-        finally:
-            self._writers.difference_update(writers)
-            for end in writers:
-                end.transport.abort()
-
-    def _flipped(self, name: str, piece: bytes) -> bytes:
-        if not self.flips[name]:
-            return piece
-        self.flips[name] -= 1
-        bit = random.randrange(8 * len(piece))
-        return (int.from_bytes(piece, "little") ^ 1 << bit).to_bytes(len(piece), "little")
-
-    async def _direction(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Passes bytes on until the end of the stream. A cut link loses nothing that it has not been given: what comes
-        meanwhile is passed on later, as TCP would."""
-        late: deque[tuple[float, bytes]] = deque()
-        more = asyncio.Event()
-        ended = False
-
-        async def receive() -> None:
-            nonlocal ended
-            with contextlib.suppress(OSError):
-                while piece := await reader.read(1 << 16):
-                    late.append((time.monotonic() + self.delay, piece))
-                    more.set()
-            ended = True
-            more.set()
-
-        receiving = asyncio.ensure_future(receive())
-        try:
-            while True:
-                while late and not self.is_cut[name]:
-                    due, piece = late.popleft()
-                    await asyncio.sleep(max(0.0, due - time.monotonic()))
-                    self.nbytes[name] += len(piece)
-                    writer.write(self._flipped(name, piece))
-                    await writer.drain()
-                if ended and not late:
-                    return
-                more.clear()
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(more.wait(), 0.01 if late else None)
-        finally:
-            receiving.cancel()
 
 
 # ── the other node ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,17 +123,8 @@ class TwoNodes(Running):
         self.relay = relay
 
 
-@contextlib.contextmanager
-def secret_in_environment() -> Iterator[None]:
-    before = os.environ.get(NODE_SECRET.name)
-    os.environ[NODE_SECRET.name] = secrets.token_hex(32)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[NODE_SECRET.name]
-        else:
-            os.environ[NODE_SECRET.name] = before
+def secret_in_environment() -> AbstractContextManager[object]:
+    return mock.patch.dict(os.environ, {NODE_SECRET.name: secrets.token_hex(32)})
 
 
 @contextlib.asynccontextmanager
@@ -261,11 +148,8 @@ async def two_nodes(
             **options,
         }
     )
-    relay = Relay(port)
-    with secret_in_environment(), tempfile.TemporaryDirectory() as folder:
-        other = Nodes(
-            count=2, rank=1, address=HOST, port=await relay.start(), tensor_parallel_over_nodes=spread, **tls[1]
-        )
+    with relay((HOST, port)) as link, secret_in_environment(), tempfile.TemporaryDirectory() as folder:
+        other = Nodes(count=2, rank=1, address=HOST, port=link.address[1], tensor_parallel_over_nodes=spread, **tls[1])
         differing = {"log_format": "json", **(remote or {})}
         node = RemoteNode(msgspec.structs.replace(home, nodes=other, **differing), Path(folder) / "log")
         launcher = Launcher(home)
@@ -273,11 +157,10 @@ async def two_nodes(
             launcher.start()
             if joins:
                 await launcher.serving(START)
-            yield TwoNodes(launcher, node, relay)
+            yield TwoNodes(launcher, node, link)
         finally:
             late = await launcher.stop()
             node.kill()
-            await relay.close()
         assert not late, f"had to be killed: {late}"
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from penstock import PeerDied
 from penstock.lowlevel import Peer
@@ -46,6 +49,13 @@ def wait_for(condition):
 """
 
 
+def state_of(pid: int) -> str:
+    """As the kernel has it: R runs, S sleeps, T is stopped, Z has ended; empty if there is no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
 class Program:
     """A process that says lines and hears lines."""
 
@@ -73,12 +83,8 @@ class Program:
         os.kill(self.pid, number)
         return at
 
-    def state(self) -> str:
-        """As the kernel has it: R runs, S sleeps, T is stopped."""
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-
     def is_stopped(self) -> bool:
-        return self.state() == "T"
+        return state_of(self.pid) == "T"
 
     def end(self) -> int:
         """Lets it end by itself, and returns its exit status."""
@@ -119,6 +125,16 @@ def running(command: list[str], within: float = 30.0, **options: Any) -> Iterato
         for stream in (process.stdin, process.stdout, process.stderr):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()  # type: ignore[union-attr]
+
+
+def unshared(*command: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Runs unshare(1) with these arguments. Skips the test where no namespace can be made."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("needs root and unshare(1)")
+    ended = subprocess.run(["unshare", *command], capture_output=True, text=True, timeout=30, **options)
+    if "unshare:" in ended.stderr or "mount:" in ended.stderr:
+        pytest.skip(f"no namespace to be had here: {ended.stderr.strip()}")
+    return ended
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 connection can be reset, at both sides or at one, and bits can be flipped."""
 
 import contextlib
+import random
 import select
 import socket
 import struct
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 
 TO_LISTENER, TO_CONNECTOR = 0, 1
 LOOK_S = 0.005
+LAST_BYTES_S = 0.5
 ABORTING = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 
 
@@ -76,7 +78,8 @@ class Relay:
     def _pass(self, near: socket.socket, far: socket.socket) -> None:
         ends = {near: (far, TO_LISTENER), far: (near, TO_CONNECTOR)}
         late: deque[tuple[float, socket.socket, bytes]] = deque()
-        while not self._is_over:
+        ends_at = 0.0  # time to which the last bytes of a side are awaited, after the other side has ended
+        while not self._is_over and ends and (len(ends) == 2 or any(self.is_cut) or late or time.monotonic() < ends_at):
             if self._resets:
                 self._reset(near, far, self._resets[0])
                 near.close()
@@ -89,8 +92,6 @@ class Relay:
                     part = source.recv(1 << 16)
                 except ConnectionError:  # the other end sees a reset, too
                     return self._reset(near, far, (TO_LISTENER, TO_CONNECTOR))
-                if not part and not any(self.is_cut):
-                    return
                 whole, part = len(part), self._before_reset(direction, part)
                 if len(part) < whole:
                     self.reset_at = None
@@ -98,7 +99,8 @@ class Relay:
                     return self._reset(near, far, (TO_LISTENER, TO_CONNECTOR))
                 if part and self.flips[direction]:
                     self.flips[direction] -= 1
-                    part = part[:-1] + bytes([part[-1] ^ 1])
+                    bit = random.randrange(8 * len(part))
+                    part = (int.from_bytes(part, "little") ^ 1 << bit).to_bytes(len(part), "little")
                 if not self.is_cut[direction]:
                     self.nbytes[direction] += len(part)
                     late.append((time.monotonic() + self.delay_s, target, part))
@@ -106,8 +108,11 @@ class Relay:
                     del ends[source]
             while late and time.monotonic() >= late[0][0]:
                 _, target, part = late.popleft()
-                with contextlib.suppress(ConnectionError):
+                with contextlib.suppress(OSError):
                     target.sendall(part)
+                    if not part:
+                        ends_at = time.monotonic() + LAST_BYTES_S
+                        target.shutdown(socket.SHUT_WR)
 
     def cut(self, *directions: int) -> None:
         for direction in directions:

@@ -1,9 +1,11 @@
 """Links die: each side's error names the process that caused the end, with the numbers."""
 
+import contextlib
 import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -28,64 +30,63 @@ def one_way(source: Any, target: Any, **options: Any) -> tuple[LinkSpec, LinkSpe
     return home, away
 
 
-def raw(spec: LinkSpec = LINK) -> tuple[RunningLink, socket.socket]:
-    """A side that runs, and the connection of one that does what the test says."""
-    home, away = joined(replace(spec, name="home"), named(spec, "away"))
-    connection = socket.socket(fileno=os.dup(away._wire.fileno()))
-    away.close()
-    return RunningLink(home), connection
+@contextlib.contextmanager
+def raw(home: LinkSpec = LINK, away: LinkSpec | None = None) -> Iterator[tuple[RunningLink, socket.socket]]:
+    """A side that runs, and the connection of a side that does what the test says."""
+    here, there = joined(named(home, "home"), named(away or home, "away"))
+    with socket.socket(fileno=os.dup(there._wire.fileno())) as connection:
+        there.close()
+        side = RunningLink(here)
+        yield side, connection
+    side.end()
 
 
 # ── the connection ──
 def test_connection_that_ends_without_a_goodbye_is_a_kill() -> None:
-    running_link, connection = raw()
-    connection.close()
-    death = running_link.death()
-    assert death.kind == "closed" and death.name == "away" and death.pid == os.getpid()
-    assert str(death).startswith(f"link 'link' has died: 'away' (pid {os.getpid()} there) ") and "killed" in death.how
-    running_link.end()
+    with raw() as (running_link, connection):
+        connection.close()
+        death = running_link.death()
+        assert death.kind == "closed" and death.name == "away" and death.pid == os.getpid()
+        assert str(death).startswith(f"link 'link' has died: 'away' (pid {os.getpid()} there) ")
+        assert "killed" in death.how
 
 
 def test_silent_side_is_dead_and_gets_the_reason() -> None:
     began = time.monotonic()
-    running_link, connection = raw(HASTY)
-    death = running_link.death()
-    assert time.monotonic() - began >= 0.45
-    assert death.kind == "silent" and "has sent nothing for 0.5 s: it is stopped, or the network is cut" in death.how
-    connection.settimeout(5)
-    sent = b""
-    with pytest.raises(ConnectionResetError):
-        while part := connection.recv(1 << 16):
-            sent += part
-        raise ConnectionResetError  # the end, where the reset has been read already
-    assert packet(packets.FATAL, 0, 0, bytes([0]) + b"0.5 s") in sent, "that this side has heard nothing"
-    connection.close()
-    running_link.end()
+    with raw(HASTY) as (running_link, connection):
+        death = running_link.death()
+        assert time.monotonic() - began >= 0.45
+        assert death.kind == "silent"
+        assert "has sent nothing for 0.5 s: it is stopped, or the network is cut" in death.how
+        connection.settimeout(5)
+        sent = b""
+        with pytest.raises(ConnectionResetError):
+            while part := connection.recv(1 << 16):
+                sent += part
+            raise ConnectionResetError  # the end, where the reset has been read already
+        assert packet(packets.FATAL, 0, 0, bytes([0]) + b"0.5 s") in sent, "that this side has heard nothing"
 
 
 def test_side_whose_packets_are_lost_gets_the_reason() -> None:
-    running_link, connection = raw()
-    connection.sendall(packet(packets.FATAL, 0, 0, bytes([0]) + b"0.3 s"))
-    death = running_link.death()
-    assert death.kind == "unheard"
-    assert "has heard nothing of this side for 0.3 s: the network is cut in that direction" in death.how
-    connection.close()
-    running_link.end()
+    with raw() as (running_link, connection):
+        connection.sendall(packet(packets.FATAL, 0, 0, bytes([0]) + b"0.3 s"))
+        death = running_link.death()
+        assert death.kind == "unheard"
+        assert "has heard nothing of this side for 0.3 s: the network is cut in that direction" in death.how
 
 
 def test_any_byte_is_a_sign_of_life() -> None:
-    running_link, connection = raw(HASTY)
-    frame = packet(packets.HEARTBEAT, 0, 0, bytes(24))
-    ended = time.monotonic() + 3 * HASTY.silence_s
-    place = 0
-    while time.monotonic() < ended:
-        connection.send(frame[place : place + 1])
-        place = (place + 1) % len(frame)
-        time.sleep(0.02)
-    assert running_link.is_running
-    connection.close()
-    assert running_link.death().kind == "closed"
-    running_link.end()
+    with raw(HASTY) as (running_link, connection):
+        frame = packet(packets.HEARTBEAT, 0, 0, bytes(24))
+        ended = time.monotonic() + 3 * HASTY.silence_s
+        place = 0
+        while time.monotonic() < ended:
+            connection.send(frame[place : place + 1])
+            place = (place + 1) % len(frame)
+            time.sleep(0.02)
+        assert running_link.is_running
+        connection.close()
+        assert running_link.death().kind == "closed"
 
 
 @pytest.mark.parametrize(
@@ -104,17 +105,16 @@ def test_any_byte_is_a_sign_of_life() -> None:
     ],
 )
 def test_protocol_error_ends_the_link_with_its_reason(packet: bytes, how: str) -> None:
-    running_link, connection = raw()
-    connection.sendall(packet)
-    connection.settimeout(5)
-    response = b""
-    while part := connection.recv(1 << 16):
-        response += part
-    connection.close()
-    death = running_link.death()
-    assert death.kind == "protocol" and how in death.how
-    assert how.encode() in response
-    running_link.end()
+    with raw() as (running_link, connection):
+        connection.sendall(packet)
+        connection.settimeout(5)
+        response = b""
+        while part := connection.recv(1 << 16):
+            response += part
+        connection.close()
+        death = running_link.death()
+        assert death.kind == "protocol" and how in death.how
+        assert how.encode() in response
 
 
 def test_frames_that_do_not_fit_a_lane_break_the_protocol() -> None:
@@ -130,26 +130,17 @@ def test_frames_that_do_not_fit_a_lane_break_the_protocol() -> None:
         (packet(packets.END, 0, 0) + packet(packets.FRAME, 0, 0, b"x"), "came after its end"),
     ):
         target = Ring()
-        home, away = joined(*reversed(one_way(Ring(), target)))
-        connection = socket.socket(fileno=os.dup(away._wire.fileno()))
-        away.close()
-        side = RunningLink(home)
-        connection.sendall(sent)
-        death = side.death()
-        assert death.kind == "protocol" and how in death.how, (how, death.how)
-        connection.close()
-        side.end()
+        with raw(*reversed(one_way(Ring(), target))) as (side, connection):
+            connection.sendall(sent)
+            death = side.death()
+            assert death.kind == "protocol" and how in death.how, (how, death.how)
 
 
 @pytest.mark.parametrize("kind", sorted(SIZES))
 def test_packet_that_is_cut_off_is_not_delivered(kind: int) -> None:
     """The prefix of what was sent arrives, whole frames only; a frame that has come in part has never been."""
     target = Ring()
-    home, away = joined(*reversed(one_way(Ring(), target)))
-    connection = socket.socket(fileno=os.dup(away._wire.fileno()))
-    away.close()
-    side = RunningLink(home)
-    with target.open_receiver() as receiver:
+    with raw(*reversed(one_way(Ring(), target))) as (side, connection), target.open_receiver() as receiver:
         connection.sendall(packet(packets.FRAME, 0, 0, b"whole"))
         if kind == packets.FRAME_PART:
             connection.sendall(packet(packets.LONG, 0, 0, packets.LONG_NBYTES.pack(300_000)))

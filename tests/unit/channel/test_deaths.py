@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ import penstock
 from penstock import EndOfChannel, LongRecords, PeerDied, Timeout, WouldBlock, _native
 from penstock.channel import Channel
 from tests.conftest import eventually
-from tests.support.processes import DYING, Program, assert_how, program, soon, thread
+from tests.support.processes import DYING, Program, assert_how, program, soon, state_of, thread
 
 SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
@@ -77,7 +76,7 @@ def test_signal_of_a_peer_that_ended_before_the_watch_is_named() -> None:
         victim(channel, "sender") as other,
     ):  # this process is no peer yet, and watches none
         other.process.kill()  # and not waited for: it stays a zombie
-        eventually(lambda: Path(f"/proc/{other.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+        eventually(lambda: state_of(other.pid) == "Z")
         with channel.open_receiver():
             eventually(lambda: channel.peers()[0].state == "dead")
             assert channel.peers()[0].how == "killed by SIGKILL"

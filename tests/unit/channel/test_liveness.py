@@ -4,9 +4,7 @@ import errno
 import os
 import re
 import resource
-import shutil
 import signal
-import subprocess
 import sys
 import textwrap
 
@@ -15,7 +13,7 @@ import pytest
 from penstock import _native
 from penstock.lowlevel import Pool
 from tests.conftest import eventually
-from tests.support.processes import DYING, IS_SANITIZED, Program, program
+from tests.support.processes import DYING, IS_SANITIZED, Program, program, unshared
 
 MIB = 1 << 20
 
@@ -230,30 +228,19 @@ def test_unreadable_owner_of_a_ticket_is_not_reported_gone() -> None:
 
 
 def test_another_time_namespace_is_refused() -> None:
-    unshare = shutil.which("unshare")
-    if os.geteuid() != 0 or unshare is None:
-        pytest.skip("needs root and unshare(1)")
     pool = Pool.create(MIB, peer_name="holder")
     pool.join()
     attach = f"from penstock import lowlevel; lowlevel.Pool.attach({pool.fd}).join()"
-    command = [unshare, "--time", "--fork", "--boottime", "1000", sys.executable, "-c", attach]
-    ended = subprocess.run(command, pass_fds=[pool.fd], capture_output=True, text=True, timeout=30)
-    if "unshare:" in ended.stderr:
-        pytest.skip(f"no time namespace to be had here: {ended.stderr.strip()}")
+    command = ("--time", "--fork", "--boottime", "1000", sys.executable, "-c", attach)
+    ended = unshared(*command, pass_fds=[pool.fd])
     assert "LayoutMismatch" in ended.stderr
     assert "another time namespace" in ended.stderr
     assert [peer.state for peer in pool.peers()] == ["live"]
 
 
 def test_a_proc_of_another_pid_namespace_is_refused() -> None:
-    unshare = shutil.which("unshare")
-    if os.geteuid() != 0 or unshare is None:
-        pytest.skip("needs root and unshare(1)")
     join = "from penstock import lowlevel; lowlevel.Pool.create(4096).join()"
-    command = [unshare, "--pid", "--fork", sys.executable, "-c", join]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    if "unshare:" in ended.stderr:
-        pytest.skip(f"no pid namespace to be had here: {ended.stderr.strip()}")
+    ended = unshared("--pid", "--fork", sys.executable, "-c", join)
     assert "OSError: /proc shows another pid namespace: pid 1 here is" in ended.stderr
 
 

@@ -17,7 +17,7 @@ from tests import tiers
 from tests.conftest import eventually
 from tests.support.channels import ring
 from tests.support.control_groups import control_group
-from tests.support.processes import IS_SANITIZED, PROMISED, forked, program, soon, thread
+from tests.support.processes import IS_SANITIZED, PROMISED, forked, program, soon, state_of, thread
 
 
 def fill(sender: ByteSender, nbytes: int = 960) -> int:
@@ -307,18 +307,13 @@ KINDS_OF_WAIT = [
 ]
 
 
-def is_asleep(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] == "S"
-
-
 @pytest.mark.parametrize("kind", [*without_also(KINDS_OF_WAIT), *tiers.only_in_all(*ALSO)])
 def test_an_interrupt_is_seen_within_a_tenth_of_a_second(kind: str) -> None:
     with program(INTERRUPTED, kind) as other:
 
         def measure() -> float:
             assert other.hear() == "waiting"
-            eventually(lambda: is_asleep(other.pid))
+            eventually(lambda: state_of(other.pid) == "S")
             sent_at = other.kill(signal.SIGINT)
             seen_at = float(other.hear())
             other.say("again")

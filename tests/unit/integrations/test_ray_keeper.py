@@ -13,6 +13,7 @@ import pytest
 
 from penstock.integrations.ray_serve import engine_keeper
 from tests.conftest import eventually
+from tests.support.processes import state_of
 
 ECHOES = "echo starts >&2; echo more; exec sleep 600"
 STUBBORN = (
@@ -54,10 +55,7 @@ def keeping(tmp_path: Path, command: list[str], grace: float = 30.0) -> Iterator
 
 
 def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
+    return state_of(pid) in ("", "Z")
 
 
 def test_its_log_is_passed_on_and_its_end_is_told_with_the_last_lines(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ import multiprocessing
 import os
 import re
 import resource
-import shutil
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +21,7 @@ from penstock.channel import Channel
 from penstock.lowlevel import Segment
 from tests.conftest import descriptors, eventually
 from tests.support.control_groups import memory_group
-from tests.support.processes import DYING, IS_SANITIZED, forked, program, running
+from tests.support.processes import DYING, IS_SANITIZED, forked, program, running, unshared
 
 NOBODY = 65534
 F_GET_SEALS, F_ADD_SEALS = 1034, 1033
@@ -270,15 +268,10 @@ def test_root_cannot_attach_a_segment_of_another_user() -> None:
 
 
 def test_another_pid_namespace_is_refused() -> None:
-    unshare = shutil.which("unshare")
-    if os.geteuid() != 0 or unshare is None:
-        pytest.skip("needs root and unshare(1)")
     segment = Segment.create(4096)
     attach = f"import penstock; penstock.attach({segment.fd})"
-    command = [unshare, "--pid", "--fork", "--mount-proc", sys.executable, "-c", attach]
-    ended = subprocess.run(command, pass_fds=[segment.fd], capture_output=True, text=True, timeout=30)
-    if "unshare:" in ended.stderr:
-        pytest.skip(f"no pid namespace to be had here: {ended.stderr.strip()}")
+    command = ("--pid", "--fork", "--mount-proc", sys.executable, "-c", attach)
+    ended = unshared(*command, pass_fds=[segment.fd])
     assert "LayoutMismatch" in ended.stderr
     assert "another pid namespace" in ended.stderr
 
@@ -521,9 +514,6 @@ def test_a_limit_on_file_size_is_an_error_with_both_numbers() -> None:
 
 
 def test_full_dev_shm_is_neither_needed_nor_changed() -> None:
-    unshare = shutil.which("unshare")
-    if os.geteuid() != 0 or unshare is None:
-        pytest.skip("needs root and unshare(1)")
     fill = "mount -t tmpfs -o size=1m tmpfs /dev/shm && head -c 2000000 /dev/zero >/dev/shm/foreign 2>/dev/null"
     work = """
 import os, penstock
@@ -539,9 +529,7 @@ assert before == (os.stat("/dev/shm/foreign").st_size, os.statvfs("/dev/shm").f_
 assert os.listdir("/dev/shm") == ["foreign"]
 """
     script = f"{fill}; test -s /dev/shm/foreign && exec {sys.executable} -c '{work}'"
-    ended = subprocess.run([unshare, "--mount", "sh", "-c", script], capture_output=True, text=True, timeout=30)
-    if "unshare:" in ended.stderr or "mount:" in ended.stderr:
-        pytest.skip(f"nothing can be mounted here: {ended.stderr.strip()}")
+    ended = unshared("--mount", "sh", "-c", script)
     assert (ended.stdout, ended.stderr, ended.returncode) == (f"{4 << 20} 0\n", "", 0)
 
 

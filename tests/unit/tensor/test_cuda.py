@@ -41,7 +41,7 @@ from tests.conftest import eventually
 
 # First: where torch or cuda-bindings is missing, this skips the rest.
 from tests.support.libcuda import ILLEGAL_ADDRESS, DriverDouble, has_device, open_device
-from tests.support.processes import program
+from tests.support.processes import Program, program
 
 # isort: split
 import torch
@@ -73,7 +73,7 @@ def received():
 
 @pytest.fixture(scope="module")
 def double() -> Iterator[DriverDouble | None]:
-    """None: there is a device. What a process opens once and keeps is there before the first test counts."""
+    """None: there is a device. Lasting descriptors and mappings of a process are opened before the first test."""
     with contextlib.nullcontext() if IS_REAL else open_device() as double:
         with CudaPool.create(MIB) as pool:
             pool.take(1).release()
@@ -97,23 +97,29 @@ def new_pool(nbytes: int, **options: Any) -> Iterator[CudaPool]:
     eventually(pool.close)
 
 
-def consumer(source: str, pool: CudaPool, host: Store, device: int = 0, *words: str) -> Any:
-    return program(CONSUMER + textwrap.dedent(source), pool.ticket, host.ticket, device, *words, within=90)
+@contextlib.contextmanager
+def consumer(
+    source: str, *words: str, nbytes: int = 8 * MIB, device: int = 0, **options: Any
+) -> Iterator[tuple[Program, CudaPool, CudaTensors, Place]]:
+    """Yields a consumer process, the pool and the tensors of the producer, and the consumer's place."""
+    with new_pool(nbytes, **options) as pool, Store(8 * MIB) as host:
+        tensors = CudaTensors(pool, host)
+        arguments = (pool.ticket, host.ticket, device, *words)
+        with program(CONSUMER + textwrap.dedent(source), *arguments, within=90) as other:
+            # uuids are bytes, which JSON has in base64
+            yield other, pool, tensors, msgspec.json.decode(bytes.fromhex(other.hear()), type=Place)
+        eventually(lambda: tensors.flush() and pool.stats().blocks == 0)
+        tensors.close()
 
 
 @pytest.fixture(params=["descriptor", "legacy"])
 def handles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The kind of handle by which other processes open the memory of this one."""
+    """The kind of handle by which consumers open the memory of a producer."""
     if request.param == "legacy":
         monkeypatch.setattr(VirtualMemory, "is_supported", lambda *_: False)
         torch_driver._driver.cache_clear()
     yield request.param
     torch_driver._driver.cache_clear()
-
-
-def place_of(text: str) -> Place:
-    # uuids are bytes, which JSON has in base64
-    return msgspec.json.decode(bytes.fromhex(text), type=Place)
 
 
 def sent(ref: Reference) -> str:
@@ -214,77 +220,65 @@ def test_device_error_names_the_call_and_the_result() -> None:
 
 # ── one device ──
 def test_every_dtype_arrives_bit_by_bit_and_its_memory_is_opened_once(handles: str) -> None:
-    with new_pool(64 * MIB) as pool, Store(8 * MIB) as host:
+    with consumer(
+        """
+        bases = set()
+        while True:
+            seen = received()
+            bases.add(pool._map().address)
+            flat = seen.contiguous().reshape(-1).view(torch.uint8).cpu()
+            say(str(seen.dtype), tuple(seen.shape), bytes(flat.numpy()).hex(), len(bases))
+            del seen
+            tensors.flush()
+        """,
+        nbytes=64 * MIB,
+    ) as (other, pool, tensors, place):
         kind = torch_driver.HANDLES.decode(pool.about.handle)
         assert isinstance(kind, LegacyHandle if handles == "legacy" else DescriptorHandle)
-        tensors = CudaTensors(pool, host)
-        with consumer(
-            """
-            bases = set()
-            while True:
-                seen = received()
-                bases.add(pool._map().address)
-                flat = seen.contiguous().reshape(-1).view(torch.uint8).cpu()
-                say(str(seen.dtype), tuple(seen.shape), bytes(flat.numpy()).hex(), len(bases))
-                del seen
-                tensors.flush()
-            """,
-            pool,
-            host,
-        ) as other:
-            place = place_of(other.hear())
-            for kind in KINDS:
-                dtype = getattr(torch, kind.name, None)
-                if dtype is None or kind.name == "bool" or (kind.name.startswith(("int", "uint")) and kind.code > 22):
-                    continue
-                raw = torch.randint(0, 256, (6, 10 * kind.itemsize), dtype=torch.uint8, device="cuda")
-                source = raw.view(dtype)
-                ref = tensors.put(source, [place])
-                assert isinstance(ref, CudaRef)
-                other.say(sent(ref))
-                assert other.hear() == f"{dtype} (6, 10) {bytes_of(raw).hex()} 1"
-        eventually(lambda: tensors.flush() and pool.stats().blocks == 0)
-        tensors.close()
+        for kind in KINDS:
+            dtype = getattr(torch, kind.name, None)
+            if dtype is None or kind.name == "bool" or (kind.name.startswith(("int", "uint")) and kind.code > 22):
+                continue
+            raw = torch.randint(0, 256, (6, 10 * kind.itemsize), dtype=torch.uint8, device="cuda")
+            source = raw.view(dtype)
+            ref = tensors.put(source, [place])
+            assert isinstance(ref, CudaRef)
+            other.say(sent(ref))
+            assert other.hear() == f"{dtype} (6, 10) {bytes_of(raw).hex()} 1"
 
 
 def test_a_slice_is_not_reused_while_kernels_of_another_process_read_it() -> None:
-    with new_pool(8 * MIB) as pool, Store(8 * MIB) as host:
-        tensors = CudaTensors(pool, host)
-        with consumer(
-            f"""
-            def flush():  # the producer waits for what is done while we wait for the producer
-                while True:
-                    time.sleep(0.001)
-                    tensors.flush()
+    with consumer(
+        f"""
+        def flush():  # the producer waits for what is done while we wait for the producer
+            while True:
+                time.sleep(0.001)
+                tensors.flush()
 
-            threading.Thread(target=flush, daemon=True).start()
-            stream = torch.cuda.Stream()
-            kept = []
-            with torch.cuda.stream(stream):
-                for _ in range(24):
-                    seen = received()
-                    torch.cuda._sleep({CYCLES // 10})
-                    kept.append(seen.clone())
-                    del seen  # long before the clone has been made
-                    say("gone")
-            stream.synchronize()
-            for one in kept:
-                say(one.min().item(), one.max().item())
-            hear()
-            """,
-            pool,
-            host,
-        ) as other:
-            place = place_of(other.hear())
-            for value in range(24):  # three times what the pool has room for
-                ref = tensors.put(torch.full((MIB,), value, dtype=torch.uint8, device="cuda"), [place], timeout=30)
-                assert isinstance(ref, CudaRef)
-                other.say(sent(ref))
-                assert other.hear() == "gone"
-            for value in range(24):
-                assert other.hear() == f"{value} {value}"
-            eventually(lambda: pool.stats().blocks == 0)
-        tensors.close()
+        threading.Thread(target=flush, daemon=True).start()
+        stream = torch.cuda.Stream()
+        kept = []
+        with torch.cuda.stream(stream):
+            for _ in range(24):
+                seen = received()
+                torch.cuda._sleep({CYCLES // 10})
+                kept.append(seen.clone())
+                del seen  # long before the clone has been made
+                say("gone")
+        stream.synchronize()
+        for one in kept:
+            say(one.min().item(), one.max().item())
+        hear()
+        """
+    ) as (other, pool, tensors, place):
+        for value in range(24):  # three times what the pool has room for
+            ref = tensors.put(torch.full((MIB,), value, dtype=torch.uint8, device="cuda"), [place], timeout=30)
+            assert isinstance(ref, CudaRef)
+            other.say(sent(ref))
+            assert other.hear() == "gone"
+        for value in range(24):
+            assert other.hear() == f"{value} {value}"
+        eventually(lambda: pool.stats().blocks == 0)
 
 
 def test_shared_tensor_is_the_same_memory_within_a_process() -> None:
@@ -321,47 +315,48 @@ hear()
 """
 
 
-def test_producer_death_with_mapped_memory_is_reported_and_harmless() -> None:
+@contextlib.contextmanager
+def producer_of_three() -> Iterator[tuple[Program, CudaPool, CudaTensors, list[Reference]]]:
+    """Yields a producer process, its pool and the tensors of the consumer, and references of three tensors."""
     with Store(MIB) as host:
         with program(PRODUCER, host.ticket, within=90) as producer:
             pool = CudaPool.attach(producer.hear())
             tensors = CudaTensors(pool, host)
             producer.say(msgspec.json.encode(tensors.place).hex())
-            first, second = (msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference) for _ in range(2))
-            shared = tensors.view(first)
-            producer.kill()
-            producer.process.wait()
-            with pytest.raises(penstock.PeerDied):
-                tensors.view(second)
-            assert int(shared.sum().item()) == MIB  # the driver keeps memory that is mapped
-            del shared
-            assert tensors.flush(5)
-            torch.zeros(1000, device="cuda").sum().item()  # our context is whole
+            refs = [msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference) for _ in range(3)]
+            yield producer, pool, tensors, refs
         tensors.close()
         pool.close()
+
+
+def test_producer_death_with_mapped_memory_is_reported_and_harmless() -> None:
+    with producer_of_three() as (producer, _, tensors, refs):
+        shared = tensors.view(refs[0])
+        producer.kill()
+        producer.process.wait()
+        with pytest.raises(penstock.PeerDied):
+            tensors.view(refs[1])
+        assert int(shared.sum().item()) == MIB  # the driver keeps memory that is mapped
+        del shared
+        assert tensors.flush(5)
+        torch.zeros(1000, device="cuda").sum().item()  # our context is whole
 
 
 def test_memory_of_a_dead_producer_is_closed_without_a_call(double: DriverDouble | None) -> None:
     """A view is let go with work in flight, and the process does not touch the pool again."""
-    with Store(MIB) as host:
-        with program(PRODUCER, host.ticket, within=90) as producer:
-            pool = CudaPool.attach(producer.hear())
-            tensors = CudaTensors(pool, host)
-            producer.say(msgspec.json.encode(tensors.place).hex())
-            shared = tensors.view(msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference))
-            assert pool._mapped is not None
-            mapped = weakref.ref(pool._mapped)
-            torch.cuda._sleep(CYCLES // 20)
-            copy = shared.clone()
-            del shared
-            assert IS_REAL or mapped() is not None
-            producer.kill()
-            eventually(lambda: mapped() is None, within=20)
-            assert int(copy.sum().item()) == MIB
-            if double is not None:
-                assert "opened handles" not in double.driver.held()
-        tensors.close()
-        pool.close()
+    with producer_of_three() as (producer, pool, tensors, refs):
+        shared = tensors.view(refs[0])
+        assert pool._mapped is not None
+        mapped = weakref.ref(pool._mapped)
+        torch.cuda._sleep(CYCLES // 20)
+        copy = shared.clone()
+        del shared
+        assert IS_REAL or mapped() is not None
+        producer.kill()
+        eventually(lambda: mapped() is None, within=20)
+        assert int(copy.sum().item()) == MIB
+        if double is not None:
+            assert "opened handles" not in double.driver.held()
 
 
 def test_descriptor_is_sent_by_a_living_producer_alone() -> None:
@@ -383,24 +378,17 @@ def test_stopped_producer_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(virtual_memory, "receive_descriptor", receive)
     monkeypatch.setattr(virtual_memory, "STOPPED_RETRY_S", 3.0)
-    with Store(MIB) as host:
-        with program(PRODUCER, host.ticket, within=90) as producer:
-            pool = CudaPool.attach(producer.hear())
-            tensors = CudaTensors(pool, host)
-            producer.say(msgspec.json.encode(tensors.place).hex())
-            refs = [msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference) for _ in range(3)]
-            producer.kill(signal.SIGSTOP)
-            eventually(producer.is_stopped)
-            with pytest.raises(StoppedProducer, match="continue or kill the process"):
-                tensors.view(refs[0])
-            with pytest.raises(StoppedProducer):
-                tensors.view(refs[1])
-            assert len(waits) == 1
-            producer.kill(signal.SIGCONT)
-            time.sleep(virtual_memory.STOPPED_RETRY_S)
-            assert int(tensors.view(refs[2])[0].item()) == 3 and len(waits) == 2
-        tensors.close()
-        pool.close()
+    with producer_of_three() as (producer, _, tensors, refs):
+        producer.kill(signal.SIGSTOP)
+        eventually(producer.is_stopped)
+        with pytest.raises(StoppedProducer, match="continue or kill the process"):
+            tensors.view(refs[0])
+        with pytest.raises(StoppedProducer):
+            tensors.view(refs[1])
+        assert len(waits) == 1
+        producer.kill(signal.SIGCONT)
+        time.sleep(virtual_memory.STOPPED_RETRY_S)
+        assert int(tensors.view(refs[2])[0].item()) == 3 and len(waits) == 2
 
 
 CALLS = ("cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle")
@@ -429,54 +417,42 @@ if not IS_REAL:  # a driver that fails when a test wants it
 
     def test_memory_that_cannot_be_mapped_is_not_held_and_opens_later() -> None:
         calls = ("cuMemImportFromShareableHandle", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess")
-        with new_pool(8 * MIB) as pool, Store(MIB) as host:
-            tensors = CudaTensors(pool, host)
-            with consumer(
-                f"""
-                for call in {calls}:
-                    ref = msgspec.msgpack.decode(bytes.fromhex(hear()), type=Reference)
-                    DriverDouble.current.driver.fail(call, 1)
-                    try:
-                        tensors.view(ref)
-                    except penstock.tensor.cuda.DeviceError as error:
-                        DriverDouble.current.driver.fail_no_more()
-                        say(call in str(error), DriverDouble.current.driver.held())
-                say(received().sum().item())
-                """,
-                pool,
-                host,
-            ) as other:
-                place = place_of(other.hear())
-                for _ in calls:
-                    other.say(sent(tensors.put(torch.ones(1000, device="cuda"), [place])))
-                    assert other.hear() == "True {}"
+        with consumer(
+            f"""
+            for call in {calls}:
+                ref = msgspec.msgpack.decode(bytes.fromhex(hear()), type=Reference)
+                DriverDouble.current.driver.fail(call, 1)
+                try:
+                    tensors.view(ref)
+                except penstock.tensor.cuda.DeviceError as error:
+                    DriverDouble.current.driver.fail_no_more()
+                    say(call in str(error), DriverDouble.current.driver.held())
+            say(received().sum().item())
+            """
+        ) as (other, _, tensors, place):
+            for _ in calls:
                 other.say(sent(tensors.put(torch.ones(1000, device="cuda"), [place])))
-                assert other.hear() == "1000.0"
-            tensors.close()
+                assert other.hear() == "True {}"
+            other.say(sent(tensors.put(torch.ones(1000, device="cuda"), [place])))
+            assert other.hear() == "1000.0"
 
 
 def test_consumer_killed_with_work_in_flight_returns_its_slices() -> None:
-    with new_pool(8 * MIB) as pool, Store(MIB) as host:
-        tensors = CudaTensors(pool, host)
-        with consumer(
-            f"""
-            seen = received()
-            torch.cuda._sleep({CYCLES * 50})
-            copy = seen.clone()
-            del seen
-            say(tensors.flush())
-            hear()
-            """,
-            pool,
-            host,
-        ) as other:
-            place = place_of(other.hear())
-            other.say(sent(tensors.put(torch.ones(MIB, device="cuda"), [place])))
-            assert other.hear() == "False"
-            assert pool.stats().blocks == 1
-            other.kill()
-            eventually(lambda: pool.stats().blocks == 0, within=20)
-        tensors.close()
+    with consumer(
+        f"""
+        seen = received()
+        torch.cuda._sleep({CYCLES * 50})
+        copy = seen.clone()
+        del seen
+        say(tensors.flush())
+        hear()
+        """
+    ) as (other, pool, tensors, place):
+        other.say(sent(tensors.put(torch.ones(MIB, device="cuda"), [place])))
+        assert other.hear() == "False"
+        assert pool.stats().blocks == 1
+        other.kill()
+        eventually(lambda: pool.stats().blocks == 0, within=20)
 
 
 # ── host memory ──
@@ -540,29 +516,22 @@ hear()
 
 @on_two_devices
 def test_consumer_on_another_device_copies_from_the_pool_without_a_context() -> None:
-    with new_pool(64 * MIB, driver=driver_of(0)) as pool, Store(8 * MIB) as host:
-        tensors = CudaTensors(pool, host)
-        with consumer(OTHER_DEVICE, pool, host, 1) as other:
-            place = place_of(other.hear())
-            if place.slices is None:
-                pytest.skip("needs two devices that reach each other")
-            for number in range(3):
-                ref = tensors.put(torch.ones(MIB, dtype=torch.uint8, device="cuda:0"), [place])
-                assert isinstance(ref, CudaRef) and tensors.stats.peered == number + 1
-                other.say(sent(ref))
-                assert other.hear() == f"cuda:1 {MIB} 0 {number + 1}"
-                eventually(lambda: pool.stats().blocks == 0)  # while the view lives
-        tensors.close()
+    with consumer(OTHER_DEVICE, nbytes=64 * MIB, device=1, driver=driver_of(0)) as (other, pool, tensors, place):
+        if place.slices is None:
+            pytest.skip("needs two devices that reach each other")
+        for number in range(3):
+            ref = tensors.put(torch.ones(MIB, dtype=torch.uint8, device="cuda:0"), [place])
+            assert isinstance(ref, CudaRef) and tensors.stats.peered == number + 1
+            other.say(sent(ref))
+            assert other.hear() == f"cuda:1 {MIB} 0 {number + 1}"
+            eventually(lambda: pool.stats().blocks == 0)  # while the view lives
 
 
 @pytest.mark.skipif(IS_REAL, reason="needs two devices that a test can part: no device")
 def test_consumer_out_of_reach_gets_host_memory_without_a_context() -> None:
-    with new_pool(64 * MIB, driver=driver_of(0)) as pool, Store(8 * MIB) as host:
-        tensors = CudaTensors(pool, host)
-        with consumer(OTHER_DEVICE, pool, host, 1, "apart") as other:
-            place = place_of(other.hear())
-            ref = tensors.put(torch.ones(MIB, dtype=torch.uint8, device="cuda:0"), [place])
-            assert isinstance(ref, HostRef) and pool.stats().takes == 0 and tensors.stats.foreign == 1
-            other.say(sent(ref))
-            assert other.hear() == f"cuda:1 {MIB} 0 0"
-        tensors.close()
+    scene = consumer(OTHER_DEVICE, "apart", nbytes=64 * MIB, device=1, driver=driver_of(0))
+    with scene as (other, pool, tensors, place):
+        ref = tensors.put(torch.ones(MIB, dtype=torch.uint8, device="cuda:0"), [place])
+        assert isinstance(ref, HostRef) and pool.stats().takes == 0 and tensors.stats.foreign == 1
+        other.say(sent(ref))
+        assert other.hear() == f"cuda:1 {MIB} 0 0"

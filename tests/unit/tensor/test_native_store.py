@@ -23,7 +23,7 @@ def key(name: object) -> bytes:
 
 
 class Kept:
-    """A store, and this process in it."""
+    """A store and a peer of the store."""
 
     def __init__(self, nbytes: int = NBYTES, max_blocks: int = 64, buckets: int = 64, segment: Any = None) -> None:
         shape = {
@@ -71,7 +71,7 @@ class Kept:
 
 
 def other_of(peer: Kept) -> Kept:
-    """Another peer in the same store, with mappings of its own."""
+    """Another peer of the store, with separate mappings."""
     return Kept(segment=_native.Segment.adopt(os.dup(peer.segment.fd)))
 
 

@@ -1,4 +1,4 @@
-"""One store for all processes: what was put once is read by each, and what is held is not lost."""
+"""One store for all processes: each process reads the values, and held values stay."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock import Handle, Lease, MemoryExhausted, Missing, Store, Unsupported
 from penstock.lowlevel import StaleRef
 from penstock.tensor import plan
 from tests.conftest import eventually
-from tests.support.processes import forked, program, thread
+from tests.support.processes import forked, program, state_of, thread
 from tests.support.values import MB, blocks, key
 
 
@@ -347,7 +347,7 @@ def test_a_put_that_waits_is_interrupted_and_has_begun_nothing(awaited: str) -> 
             for _ in range(3):  # others come and go meanwhile, and none of that ends the wait
                 store.put(tree(2), key=key(2)).release()
                 store.remove(key(2))
-            eventually(lambda: other.state() == "S", 20)
+            eventually(lambda: state_of(other.pid) == "S", 20)
             other.kill(signal.SIGINT)
             assert other.hear() == "interrupted"
             del in_the_way

@@ -11,25 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 import penstock
 from penstock import cli
 from penstock.tools.capture import command, live_capture
 from penstock.tools.capture.capture_file import CaptureFile
 from tests.conftest import eventually, spawn
-
-
-class Step(msgspec.Struct, array_like=True, frozen=True):
-    number: int
-    rows: NDArray[np.int32]
-
-
-class Stop(msgspec.Struct, array_like=True, frozen=True):
-    reason: str
+from tests.unit.tools.test_channel_stats import Step, Stop
 
 
 def send_slowly(channel: Any) -> None:

@@ -1,4 +1,4 @@
-"""How a server looks on a terminal: what fits, what is said of what is not known, and names that look like markup."""
+"""A server on a terminal: rows that fit, unknown figures, and names with the syntax of markup."""
 
 import io
 from typing import Any
@@ -18,7 +18,7 @@ from tests.unit.server.status.test_snapshot_rates import NOTICE, moment, view, z
 
 
 def busy(at: float, name: str = "m") -> ServerSnapshot:
-    """A server with many processes and channels, further on the later it is."""
+    """A server with many processes and channels, with counts in proportion to `at`."""
     many = int(at * 100)
     server_info = msgspec.structs.replace(NOTICE, name=name)
     engine = view(
@@ -55,6 +55,16 @@ def shown(width: int, height: int, name: str = "m", is_terminal: bool = True, **
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
 
 
+def lines_of(snapshot: ServerSnapshot) -> list[str]:
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    console.print(drawn(View(snapshot, None), History(), console))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
+
+
+def shown_moment(**parts: Any) -> list[str]:
+    return lines_of(moment(10.0, **parts))
+
+
 def test_top_counts_shared_memory_once() -> None:
     result, _ = view_and_history()
     known = zero(ProcessView, role="core", pid=1, state="serves", private_nbytes=3 << 20)
@@ -62,9 +72,7 @@ def test_top_counts_shared_memory_once() -> None:
     moment = msgspec.structs.replace(
         result.moment, processes=(known, gone), memory={"channels": 2 << 30, "kv pages": 3 << 30}
     )
-    console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(drawn(View(moment, None), History(), console))
-    rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    rows = [line.split() for line in lines_of(moment)]
     assert ["shared", "5.0", "GiB"] in rows
     assert [row for row in rows if row[-1:] == ["GiB"]][1:] == [
         ["kv", "pages", "3.0", "GiB"],
@@ -103,12 +111,6 @@ def test_view_shows_current_numbers_and_rates() -> None:
     assert worker.split()[:5] == ["worker", "0.3", "4", "serves", "1"]
     store = next(line for line in text.splitlines() if "2.0 KiB" in line)
     assert "50% of 2400" in store and "m 2.0 KiB" in store
-
-
-def shown_moment(**parts: Any) -> list[str]:
-    console = Console(file=io.StringIO(), width=160, color_system=None)
-    console.print(drawn(View(moment(10.0, **parts), None), History(), console))
-    return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_prefix_hits_are_those_of_all_groups() -> None:
@@ -165,9 +167,7 @@ def test_keys_are_named_where_they_have_an_effect() -> None:
 
 
 def test_view_shows_no_rates_before_the_second_reading() -> None:
-    console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(drawn(View(busy(10.0), None), History(), console))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = "\n".join(lines_of(busy(10.0)))
     assert "– generated/s" in text and "answered/s" not in text
 
 
@@ -175,10 +175,7 @@ def test_group_that_is_coming_back_has_a_line_with_the_requests_that_wait() -> N
     result = busy(10.0)
     engines = (result.engines[0], view("engines"))
     served = (result.served[0], view("served", requests_waiting_to_resume=5))
-    console = Console(file=io.StringIO(), width=120, color_system=None)
-    lost = msgspec.structs.replace(result, engines=engines, served=served)
-    console.print(drawn(View(lost, None), History(), console))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = "\n".join(lines_of(msgspec.structs.replace(result, engines=engines, served=served)))
     assert "5 waiting to resume" in text and "group 1     is coming back, 5 requests to resume" in text
     assert "group 0" not in text and "to resume" not in "\n".join(shown(120, 100))
 
