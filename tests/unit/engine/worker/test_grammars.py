@@ -257,11 +257,13 @@ def test_choose_takes_the_id_of_a_number_among_those_that_are_allowed() -> None:
 
 
 def test_worker_without_a_grammar_has_no_library() -> None:
+    """Nor has the thread that launches the first step with a grammar: steps of all streams wait for that thread."""
     import subprocess
 
     code = (
         "import sys, penstock.engine.worker.worker, penstock.engine.worker.model_runner, penstock.server.http.app;"
         "import penstock.engine.offline, penstock.engine.worker.grammars, penstock.engine.text.grammar;"
+        "penstock.engine.worker.grammars.Grammars('model', 1000, [0], None);"
         "print('llguidance' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
