@@ -186,7 +186,7 @@ class Grammars:
         for number, (_, state, matcher) in enumerate(masked):
             if matcher.is_error():
                 is_stuck = has_nothing_left(matcher)
-                state.reason = FinishReason.GRAMMAR_STUCK if is_stuck else FinishReason.GRAMMAR_LIMIT
+                state.reason = FinishReason.STUCK if is_stuck else FinishReason.GRAMMAR_LIMIT
                 failed[state.slot] = state.reason
                 bits[number] = -1
         return TokenMasks(np.array([row for row, _, _ in masked], np.intp), bits, failed)

@@ -145,7 +145,7 @@ def reason_of(case: Case, **options: Any) -> FinishReason:
 
 def test_sample_ends_by_name_when_no_id_continues_its_grammar(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path, without="x")
-    assert reason_of(Case([9], "[12]x"), model=str(tmp_path)) == FinishReason.GRAMMAR_STUCK
+    assert reason_of(Case([9], "[12]x"), model=str(tmp_path)) == FinishReason.STUCK
 
 
 def test_sample_ends_by_name_when_its_ids_are_not_of_its_grammar() -> None:
