@@ -43,7 +43,8 @@ async def test_answers_and_events_of_all_options_fit_the_openapi_document() -> N
         ):
             for options in ({}, {"n": 2}, {"stop": [" 1", " 2"]}, {"stream_options": {"include_usage": True}}):
                 asking = {**body, "max_tokens": 30, **options}
-                msgspec.json.decode(await answered(served, path, {**asking, "stream": False}), type=whole)
+                if "stream_options" not in options:
+                    msgspec.json.decode(await answered(served, path, {**asking, "stream": False}), type=whole)
                 lines = (await answered(served, path, {**asking, "stream": True})).splitlines()
                 events = [line[6:] for line in lines if line.startswith("data: {")]
                 chunks = [msgspec.json.decode(event, type=chunk) for event in events]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -140,15 +141,15 @@ async def test_adapter_of_a_server_that_is_killed_meanwhile_is_unloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ALLOW_RUNTIME_LORA.name, "1")
-    family, (sql, _), _ = build(tmp_path)
-    save_tokenizer(family.path)
+    family, (sql, poems), _ = build(tmp_path)
+    tokenizer = save_tokenizer(family.path)
     options: dict[str, Any] = {"simulated": None, "model": str(family.path), "threads": 1, "api_server_count": 1}
     async with run_server(lora=LoraConfig(enable_lora=True), **{**ENGINE_SIZES, **options}) as served:
         registry, worker, former = served.launcher.cluster.adapters, served.child("worker").pid, served.child("server")
         assert registry is not None
         os.kill(worker, signal.SIGSTOP)
         _, writer = await served.connect("/v1/load_lora_adapter", {"lora_name": "sql", "lora_path": sql.path})
-        await served.until(lambda: registry.read().unnamed == (sql,))
+        await served.until(lambda: registry.read().unsettled == (sql,))
         os.kill(former.pid, signal.SIGKILL)
         os.kill(worker, signal.SIGCONT)
         writer.close()
@@ -156,6 +157,16 @@ async def test_adapter_of_a_server_that_is_killed_meanwhile_is_unloaded(
         await served.launcher.serving(START)
         assert (await changed(served, "load", lora_name="sql", lora_path=sql.path))[0] == 200
         assert registry.read() == AdapterList((sql,))
+
+        # ── killed when the adapter has a name, and an engine that was started meanwhile lacks the adapter ──
+        registry.write(registry.read().with_named(poems))
+        os.kill(served.child("server").pid, signal.SIGKILL)
+        await served.until(lambda: registry.read() == AdapterList((sql, poems)), START)
+        await served.launcher.serving(START)
+        request = family.requests[-1]
+        (ids,) = merged_answers(family, poems, [request])
+        done = await served.client.completions.create(model="poems", **body_of(request))
+        assert done.choices[0].text == tokenizer.decode(ids, skip_special_tokens=False)
 
 
 async def answer(client: Client, request: Asked, digest: bytes) -> list[int]:
@@ -207,7 +218,7 @@ async def test_engine_returns_without_adapters_that_were_replaced_or_unloaded(tm
         running = asyncio.ensure_future(answer(client, request._replace(tokens=200), poems.digest))
         await engine.until(lambda: engine.number(StatusBoard.RUNNING) > 0)
         registry.write(registry.read().without(poems))
-        await client.adapters.unload(poems, PATIENCE)
+        await client.adapters.settle(poems, time.monotonic() + PATIENCE, is_loaded=False)
         with pytest.raises(EngineError, match="the LoRA adapter 'poems' was unloaded"):
             await answer(client, request, poems.digest)
         assert not running.done()
@@ -221,8 +232,38 @@ async def test_engine_returns_without_adapters_that_were_replaced_or_unloaded(tm
         with pytest.raises(EngineError, match="'sql' is not the one that was loaded") as refusal:
             await answer(client, request, sql.digest)
         assert refusal.value.status == 404
-        await client.adapters.load(poems, {}, START)
+        await client.adapters.load(poems, START)
         assert await answer(client, request, poems.digest) == expected[1]
+
+
+@in_a_loop
+async def test_group_that_starts_loads_adapters_that_its_ranks_lack(tmp_path: Path) -> None:
+    """Workers read the registry before the adapter was there, and the core later: it is stopped meanwhile."""
+    family, (_, poems), lora = build(tmp_path)
+    request = family.requests[0]
+    (expected,) = merged_answers(family, poems, [request])
+    lora = LoraConfig(enable_lora=True, lora_modules=lora.lora_modules[:1])
+    config = EngineConfig(model=str(family.path), lora=lora, threads=1, **ENGINE_SIZES)
+    async with launched(config) as engine, Client(engine.launcher.cluster, 0) as client:
+        cluster, killed = engine.launcher.cluster, engine.child("core").pid
+        inbox, lane = cluster.groups[0].inbox, cluster.worker_lane(0)
+        assert cluster.adapters is not None
+
+        def cores() -> list[int]:
+            return [child.pid for child in engine.children() if child.member.kind == "core" and child.pid != killed]
+
+        def is_ready() -> bool:
+            """The worker has sent `Ready`."""
+            return lane in [unread["sender"] for unread in inbox.snapshot()["receivers"][0]["behind"]]
+
+        kill(engine, "worker")
+        await engine.until(cores, START)
+        (core,) = cores()
+        os.kill(core, signal.SIGSTOP)
+        await engine.until(is_ready, START)
+        cluster.adapters.write(cluster.adapters.read().with_named(poems))
+        os.kill(core, signal.SIGCONT)
+        assert await answer(client, request, poems.digest) == expected
 
 
 def test_lines_of_generate_name_their_adapters(tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ FORMATS = st.builds(
     st.sampled_from([None, *REASONING_MARKS]),
     st.booleans(),
     types=st.just(TYPES),
+    forced=st.sampled_from([(), ("f",), ("f", "g")]),
 )
 
 

@@ -14,6 +14,7 @@ from penstock.engine.protocol.lora import Adapter
 from penstock.engine.protocol.messages import AdapterChange, AdapterState
 
 POLL_S = 0.1  # seconds; whether the group has died, or serves again
+REFUSED = 400  # status of an adapter that a group cannot load
 MAX_DEATHS = 2  # of a group that loads an adapter: then the adapter counts as the reason
 
 
@@ -33,10 +34,10 @@ class AdapterLoader:
         if answer is not None and not answer.done():
             answer.set_result(state.error)
 
-    async def load(self, adapter: Adapter, loaded: dict[int, int], timeout: float) -> None:
-        """Has each group load an adapter, and waits for groups that are started again. `loaded`: incarnations of groups
-        that have the adapter, to which this adds. Raises EngineError if one cannot load the adapter."""
-        deadline, deaths = time.monotonic() + timeout, Counter[int]()
+    async def load(self, adapter: Adapter, timeout: float) -> None:
+        """Has each group load an adapter, and waits for groups that are started again. Raises EngineError if one cannot
+        load the adapter."""
+        deadline, deaths, loaded = time.monotonic() + timeout, Counter[int](), dict[int, int]()
         while due := self._without(loaded):
             if time.monotonic() >= deadline:
                 raise EngineError(503, f"groups {due} of the engine have not loaded the adapter within {timeout:g} s")
@@ -52,29 +53,24 @@ class AdapterLoader:
                         raise EngineError(503, message) from None
                     continue
                 if error:
-                    raise EngineError(400, error)
+                    raise EngineError(REFUSED, error)
                 loaded[group] = serving[group]
             if not ready:
                 await asyncio.sleep(POLL_S)
 
-    async def unload(self, adapter: Adapter, timeout: float) -> None:
-        """Has each group that serves unload an adapter, when no request has it. Groups that are started later do not
-        load the adapter if it is in no registry. Raises EngineError if a group refuses, or has not answered."""
-        until = time.monotonic() + timeout
-        unloads = [self._unload(*group, adapter, until) for group in self._serving().items()]
-        for error in await asyncio.gather(*unloads, return_exceptions=True):
+    async def settle(self, adapter: Adapter, until: float, *, is_loaded: bool) -> None:
+        """Has each group that serves load an adapter, or unload it when no request has it. Groups that serve later do
+        what the registry says. Raises EngineError if a group refuses, or has not answered."""
+        changes = [self._settle(*group, adapter, until, is_loaded) for group in self._serving().items()]
+        for error in await asyncio.gather(*changes, return_exceptions=True):
             if error is not None:
                 raise error
 
-    async def _unload(self, group: int, incarnation: int, adapter: Adapter, until: float) -> None:
+    async def _settle(self, group: int, incarnation: int, adapter: Adapter, until: float, is_loaded: bool) -> None:
         with contextlib.suppress(GroupLost):
-            error = await self._change(group, incarnation, adapter, is_loaded=False, until=until)
+            error = await self._change(group, incarnation, adapter, is_loaded=is_loaded, until=until)
             if error:
-                raise EngineError(503, error)
-
-    def has_all(self, loaded: dict[int, int]) -> bool:
-        """Returns whether all groups are those that have loaded an adapter."""
-        return not self._without(loaded)
+                raise EngineError(REFUSED if is_loaded else 503, error)
 
     def _without(self, loaded: dict[int, int]) -> list[int]:
         serving = self._serving()

@@ -61,7 +61,7 @@ FAILURES = {
         "an image or video of this request, or its prompt embeddings, do not fit the model, or the placeholder has "
         "another number of tokens",
     ),
-    FinishReason.GRAMMAR_STUCK: (400, "no token of the model continues the answer as the grammar demands"),
+    FinishReason.STUCK: (400, "the grammar, bad_words and allowed_token_ids rule out every token of the model"),
     FinishReason.GRAMMAR_LIMIT: (400, "the grammar takes more work than a step may: expected a simpler grammar"),
     FinishReason.GRAMMAR_MISFIT: (500, "the answer so far, which this model continues, is not of the grammar"),
 }

@@ -1,7 +1,7 @@
 """The LoRA adapters of a server, in memory that all processes share and that outlives each process.
 
 A server process writes the next version before engines load an adapter, when all engines have loaded the adapter, and
-before engines unload an adapter. Workers load the adapters of the registry at their start.
+before engines unload an adapter. Engines load the adapters of the registry at their start.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ MAX_UNLOADED = 64  # of which names are known, for requests that still have them
 class AdapterList(msgspec.Struct, frozen=True):
     adapters: tuple[Adapter, ...]
     unloaded: tuple[Adapter, ...] = ()  # the last ones
-    unnamed: tuple[Adapter, ...] = ()  # what engines may still have
+    unsettled: tuple[Adapter, ...] = ()  # a change has not ended: some engines may have these adapters, others not
 
-    def with_unnamed(self, adapter: Adapter) -> AdapterList:
-        """Returns the list with an adapter that engines begin to load."""
-        return replace(self, unnamed=(*self.unnamed, adapter))
+    def with_unsettled(self, *adapters: Adapter) -> AdapterList:
+        """Returns the list with adapters that engines begin to load, or to unload."""
+        digests = {adapter.digest for adapter in adapters}
+        others = (other for other in self.unsettled if other.digest not in digests)
+        return replace(self, unsettled=(*others, *adapters))
 
-    def with_loaded(self, adapter: Adapter) -> AdapterList:
+    def with_named(self, adapter: Adapter) -> AdapterList:
         """Returns the list with an adapter, in place of the one with the same name."""
         others = tuple(other for other in self.adapters if other.name != adapter.name)
         former = tuple(other for other in self.adapters if other.name == adapter.name)
-        unnamed = tuple(other for other in self.unnamed if other.digest != adapter.digest)
-        return AdapterList((*others, adapter), self._with_unloaded(former, adapter.digest), (*unnamed, *former))
+        adapters = AdapterList((*others, adapter), self._with_unloaded(former, adapter.digest), self.unsettled)
+        return adapters.with_unsettled(adapter, *former)
 
     def without(self, adapter: Adapter) -> AdapterList:
         others = tuple(other for other in self.adapters if other.name != adapter.name)
-        return AdapterList(others, self._with_unloaded((adapter,), b""), (*self.unnamed, adapter))
+        return AdapterList(others, self._with_unloaded((adapter,), b""), self.unsettled).with_unsettled(adapter)
 
     def _with_unloaded(self, adapters: Sequence[Adapter], loaded: bytes) -> tuple[Adapter, ...]:
         unloaded = (*self.unloaded, *adapters)

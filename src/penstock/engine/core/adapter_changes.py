@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
 from penstock.engine.cluster.adapter_registry import AdapterList
 from penstock.engine.cluster.logs import event
 from penstock.engine.core.scheduler import Scheduler
-from penstock.engine.protocol.lora import Adapter
 from penstock.engine.protocol.messages import AdapterChange, AdapterState, Ready
 
 
@@ -28,21 +27,36 @@ class AdapterChanges:
         self._ranks = ranks
         self._broadcast = broadcast
         self._answer = answer
-        self._open: dict[tuple[int, int], tuple[AdapterChange, dict[int, str]]] = {}
+        self._open: dict[tuple[int, int, bytes], tuple[AdapterChange, dict[int, str]]] = {}
         self._last_number = 0  # of a change
         self.leaving: dict[bytes, AdapterChange] = {}  # adapters that requests may still have
 
     def adopt(self, ready: Sequence[Ready], adapters: AdapterList) -> None:
-        """Takes over what workers have loaded at their start, but for adapters that were unloaded meanwhile.
-        `adapters`: read when servers know that the group serves, so they send the group all later changes."""
+        """Takes over what workers have loaded at their start, but for adapters that were unloaded meanwhile. All ranks
+        load the adapters that a rank lacks. `adapters`: read when servers know that the group serves, so they send the
+        group all later changes."""
         errors = self._scheduler.adapter_errors
-        errors.update(_adapter_errors(ready, adapters.unloaded))
-        names = {adapter.digest: adapter.name for adapter in (*adapters.unloaded, *adapters.unnamed)}
-        loaded = {state.digest for message in ready for state in message.adapters}
-        for digest in loaded - {adapter.digest for adapter in adapters.adapters}:
-            name = names.get(digest, digest.hex())
-            errors[digest] = unloaded_text(name)
-            self.leaving[digest] = AdapterChange(0, 0, name, "", digest, is_loaded=False)
+        errors.update({adapter.digest: unloaded_text(adapter.name) for adapter in adapters.unloaded})
+        named = {adapter.digest: adapter for adapter in adapters.adapters}
+        names = {adapter.digest: adapter.name for adapter in (*adapters.unloaded, *adapters.unsettled)}
+        ranks = [{state.digest: state.error for state in message.adapters} for message in ready]
+        for digest in set[bytes]().union(*ranks):
+            errors[digest] = next(filter(None, (states.get(digest) for states in ranks)), "")
+            if digest not in named:
+                name = names.get(digest, digest.hex())
+                errors[digest] = unloaded_text(name)
+                self.leaving[digest] = AdapterChange(0, 0, name, "", digest, is_loaded=False)
+        for adapter in named.values():
+            if not all(adapter.digest in states for states in ranks):
+                self._load(AdapterChange(0, 0, *adapter, is_loaded=True))
+
+    @property
+    def is_loading(self) -> bool:
+        return bool(self._open)
+
+    def _load(self, change: AdapterChange) -> None:
+        self._open[change.server, change.number, change.digest] = change, {}
+        self._broadcast(change)
 
     def begin(self, change: AdapterChange) -> None:
         """Handles a change from a server. A change of a server that was killed may come after a later change of another
@@ -54,8 +68,7 @@ class AdapterChanges:
         self._last_number = change.number
         if change.is_loaded:
             self.leaving.pop(change.digest, None)
-            self._open[change.server, change.number] = change, {}
-            self._broadcast(change)
+            self._load(change)
             return
         if change.digest in self._scheduler.adapter_errors or change.digest in self._loading:
             self._scheduler.adapter_errors[change.digest] = unloaded_text(change.name)
@@ -65,19 +78,21 @@ class AdapterChanges:
 
     def on_state(self, state: AdapterState) -> None:
         """Handles the answer of a rank."""
-        change, errors = self._open.get((state.server, state.number), (None, {}))
+        key = state.server, state.number, state.digest
+        change, errors = self._open.get(key, (None, {}))
         errors[state.rank] = state.error
         if change is None or len(errors) < self._ranks:
             return
-        del self._open[state.server, state.number]
-        error = next(filter(None, errors.values()), "")
-        event("adapter not loaded" if error else "adapter loaded", adapter=change.name, reason=error or "requested")
+        del self._open[key]
+        error, reason = next(filter(None, errors.values()), ""), "requested" if change.number else "in the registry"
+        event("adapter not loaded" if error else "adapter loaded", adapter=change.name, reason=error or reason)
         if change.digest in self.leaving:  # since the load began: `release` unloads it
             error = error or unloaded_text(change.name)
         elif error:
             self._broadcast(replace(change, is_loaded=False))
         self._scheduler.adapter_errors[change.digest] = error
-        self._answer(change.server, AdapterState(change.digest, error, number=change.number))
+        if change.number:
+            self._answer(change.server, AdapterState(change.digest, error, number=change.number))
 
     @property
     def _loading(self) -> set[bytes]:
@@ -94,15 +109,3 @@ class AdapterChanges:
 
 def unloaded_text(name: str) -> str:
     return f"the LoRA adapter {name!r} was unloaded"
-
-
-def _adapter_errors(ready: Sequence[Ready], unloaded: Iterable[Adapter]) -> dict[bytes, str]:
-    """Returns why requests with an adapter are refused, by digest; "": they are not. An adapter is used if all ranks
-    have it. `unloaded`: the last ones."""
-    errors = {adapter.digest: unloaded_text(adapter.name) for adapter in unloaded}
-    ranks = [{state.digest: state.error for state in message.adapters} for message in ready]
-    for digest in set[bytes]().union(*ranks):
-        missing = [message.rank for message, states in zip(ready, ranks, strict=True) if digest not in states]
-        error = next(filter(None, (states.get(digest) for states in ranks)), "")
-        errors[digest] = error or (f"rank {missing[0]} has not loaded the LoRA adapter" if missing else "")
-    return errors

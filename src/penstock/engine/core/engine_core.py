@@ -118,7 +118,7 @@ class EngineCore:
         )
         model = require_one_model(ready)
         batch = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
-        self._await_receivers()
+        await_receivers(self._cluster, self._me)
         cache = open_cache(self._cluster.kv_files_of(self._me.group), ready, batch, self._row)
         self._scheduler = Scheduler(batch, SchedulerConfig.of(config, ready), cache)
         broadcast = partial(self._steps.send, timeout=config.step_timeout)
@@ -133,6 +133,7 @@ class EngineCore:
         self._row[StatusBoard.SERVING] = self._me.incarnation
         if self._cluster.adapters is not None:
             self._adapters.adopt(ready, self._cluster.adapters.read())
+            self._await_adapters()
         event("core serves", blocks=batch.blocks, slots=batch.slots, model=f"{model:016x}")
 
     def run(self) -> None:
@@ -163,8 +164,12 @@ class EngineCore:
         for end in (self._inbox, self._results, self._steps, self._outbox, self._outputs):
             end.close()
 
-    def _await_receivers(self) -> None:
-        await_receivers(self._cluster, self._me)
+    def _await_adapters(self) -> None:
+        """Waits until the ranks have loaded the adapters that a rank lacked: requests for these adapters wait, too.
+        Raises Timeout."""
+        deadline = time.monotonic() + self._config.step_timeout
+        while self._adapters.is_loading and not self._is_stopped:
+            self._receive(partial(self._inbox.receive, max(0.0, deadline - time.monotonic())))
 
     def _begin(self, begin: Begin) -> None:
         self._sequence.send_whole(begin, self._config.step_timeout)

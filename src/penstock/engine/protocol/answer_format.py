@@ -25,6 +25,7 @@ class AnswerFormat(msgspec.Struct, array_like=True, frozen=True):
     in_reasoning: bool = False  # the text begins inside the reasoning: `begins_in_reasoning`
     call_ids: str = ""  # the id of a call is a hash of this text, the sample and the call's index
     types: Mapping[str, Mapping[str, str]] = {}  # JSON type of each parameter of each tool; for qwen3_xml only
+    forced: tuple[str, ...] = ()  # functions of which the answer is a call, by its grammar; (): the answer may be text
 
     @property
     def has_channels(self) -> bool:

@@ -309,7 +309,7 @@ class FinishReason(enum.IntEnum):
     ERROR = 3  # its logits were not finite
     MISSING = 4  # an input of its prompt, or its grammar, was no longer in the store: the request may be sent again
     MISFIT = 5  # an input of its prompt does not fit the model or its placeholder
-    GRAMMAR_STUCK = 6  # no id continues its grammar
+    STUCK = 6  # its grammar, bad words and allowed ids rule out every id
     GRAMMAR_LIMIT = 7  # its grammar takes more work than a step may
     GRAMMAR_MISFIT = 8  # the ids before it was resumed are not of its grammar
 

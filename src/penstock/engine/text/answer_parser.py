@@ -54,6 +54,7 @@ class AnswerParser(AnswerText):
         super().__init__(functools.partial(create_call_id, answer_format, sample))
         self.is_reasoning = self.has_reasoned = answer_format.reasoning is not None and answer_format.in_reasoning
         self._format = answer_format
+        self._awaits_call = False  # the text, behind the reasoning, is calls and nothing else
         self._reading = self._read()
         next(self._reading)
 
@@ -75,6 +76,10 @@ class AnswerParser(AnswerText):
         """Returns what was held back, after the last text."""
         self.is_last = True
         next(self._reading, None)
+        if self._awaits_call:
+            self.pieces = [piece for piece in self.pieces if not isinstance(piece, Content)]  # of a call that is cut
+            if not self.calls and len(self._format.forced) == 1:
+                self.begin(self._format.forced[0])
         pieces, self.pieces = self.pieces, []
         return pieces
 
@@ -147,6 +152,7 @@ class AnswerParser(AnswerText):
 
     def _read_calls(self, call_format: CallFormat) -> Reading[None]:
         """Reads content and calls. White space at the beginning, and behind a call, is content only before content."""
+        self._awaits_call = bool(self._format.forced) and not self.is_reasoning
         mark = call_format.mark or ""
         marks = Marks.of() if call_format.mark is None else Marks.of(mark)
         is_content = False

@@ -19,7 +19,7 @@ REASONS = {
     FinishReason.ERROR: b'"error"',
     FinishReason.MISSING: b'"error"',
     FinishReason.MISFIT: b'"error"',
-    FinishReason.GRAMMAR_STUCK: b'"error"',
+    FinishReason.STUCK: b'"error"',
     FinishReason.GRAMMAR_LIMIT: b'"error"',
     FinishReason.GRAMMAR_MISFIT: b'"error"',
 }

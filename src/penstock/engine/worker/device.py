@@ -91,10 +91,7 @@ class TorchPendingStep:
     def result(self) -> SamplerOutput:
         failed, logprobs = self._failed, None
         if self._chosen is not None:
-            failed_rows = self._chosen.failed(self._slots)
-            failed = (
-                failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
-            )
+            failed = {**self._chosen.failed(self._slots), **failed}
             logprobs = self._chosen.logprobs()
         prompts = tuple(part.result() for part in self._prompts)
         return SamplerOutput(self.ids(), logprobs, failed, prompts, self._vectors)

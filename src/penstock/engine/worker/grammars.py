@@ -28,7 +28,7 @@ from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.text.grammar import compile_grammar, has_nothing_left, model_tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_COMPILED = 256  # grammars …
 MAX_COMPILED_CHARS = 1 << 17  # … and of their texts: a compiled grammar takes 30 to 130 bytes for each
@@ -79,8 +79,6 @@ class Grammars:
         self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
     ) -> None:
         """`directory`: of the model, with its tokenizer."""
-        import llguidance.numpy  # here: a fork server imports this module for forks that may have no grammar
-
         self.counts = GrammarCounts()
         self._directory = directory
         self._vocabulary = vocabulary
@@ -89,8 +87,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the length of the text
         self._compiled_chars = 0
-        self._masks = llguidance.numpy
-        self._executor = llguidance.LLExecutor(1)
+        self._executor: LLExecutor | None = None
         self._states: dict[int, GrammarState] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._rows: list[tuple[int, GrammarState]] = []  # of the step that has begun
@@ -163,6 +160,10 @@ class Grammars:
         rows: list[tuple[int, GrammarState]],
         before: tuple[list[tuple[int, GrammarState]], Callable[[], Ints]] | None,
     ) -> TokenMasks:
+        # Here: a fork may have no grammar, and the device computes the first step meanwhile.
+        from llguidance import LLExecutor
+        from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
         if before is not None:
             self._advance(before[0], before[1]())
         masked: list[tuple[int, GrammarState, LLMatcher]] = []
@@ -173,17 +174,19 @@ class Grammars:
                 failed[state.slot] = state.reason
             elif not state.has_ended and state.matcher is not None:
                 masked.append((row, state, state.matcher))
-        bits = self._masks.allocate_token_bitmask(len(masked), self._vocabulary)
+        bits = allocate_token_bitmask(len(masked), self._vocabulary)
         if masked:
+            if self._executor is None:
+                self._executor = LLExecutor(1)
             began = time.perf_counter_ns()
             matchers = [(matcher, number) for number, (_, _, matcher) in enumerate(masked)]
-            self._masks.fill_next_token_bitmask_par(self._executor, matchers, bits)
+            fill_next_token_bitmask_par(self._executor, matchers, bits)
             self.counts.masks += len(masked)
             self.counts.mask_ns += time.perf_counter_ns() - began
         for number, (_, state, matcher) in enumerate(masked):
             if matcher.is_error():
                 is_stuck = has_nothing_left(matcher)
-                state.reason = FinishReason.GRAMMAR_STUCK if is_stuck else FinishReason.GRAMMAR_LIMIT
+                state.reason = FinishReason.STUCK if is_stuck else FinishReason.GRAMMAR_LIMIT
                 failed[state.slot] = state.reason
                 bits[number] = -1
         return TokenMasks(np.array([row for row, _, _ in masked], np.intp), bits, failed)

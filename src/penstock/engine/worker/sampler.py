@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.engine.protocol.columns import NOTHING, Index
-from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
+from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, SamplingParams
 from penstock.engine.worker.bad_words import BadWords
 from penstock.engine.worker.grammars import TokenMasks
 from penstock.engine.worker.input_batch import moved, unpacked
@@ -70,11 +70,16 @@ class SampledTokens(NamedTuple):
     ids: torch.Tensor  # int32, one a row
     is_failed: torch.Tensor
     likely: TopLogprobs | None
+    is_stuck: torch.Tensor | None = None  # of the rows that failed: the model's logits are finite; None: no row
 
-    def failed(self, slots: Index) -> Slots | None:
-        """Returns the slots of rows with logits that are not finite: their ids mean nothing. None: no row failed."""
+    def failed(self, slots: Index) -> dict[int, FinishReason]:
+        """Returns the slots of rows with ids that mean nothing, and the reasons."""
         is_failed = self.is_failed.numpy()
-        return slots[is_failed].astype(np.uint16) if is_failed.any() else None
+        if not is_failed.any():
+            return {}
+        stuck = [] if self.is_stuck is None else slots[self.is_stuck.numpy()].tolist()
+        failed = dict.fromkeys(slots[is_failed].tolist(), FinishReason.ERROR)
+        return {**failed, **dict.fromkeys(stuck, FinishReason.STUCK)}
 
     def logprobs(self) -> Logprobs | None:
         return None if self.likely is None else self.likely.columns(self.ids.shape[0])
@@ -198,7 +203,7 @@ class Sampler:
         batch = self._batch
         if batch is None or batch.slots is not slots:
             batch = self._batch = _Batch(self, slots)
-        raw, is_failed_before = logits, None
+        raw, is_failed_before, is_stuck = logits, None, None
         generated = self._generated[slots]
         is_early = generated < self._least[slots] if batch.has_least else None
         is_masked = masks is not None and masks.rows.size > 0
@@ -213,6 +218,7 @@ class Sampler:
             draws = moved(_uniforms(self._seeds[slots[batch.drawing]], generated[batch.drawing]), self._device)
         ids, is_failed = batch.random_rows.choose(logits, draws)
         if is_failed_before is not None:
+            is_stuck = is_failed & ~is_failed_before
             is_failed |= is_failed_before
             ids = ids.masked_fill(is_failed, 0)
         self._generated[slots] = generated + 1
@@ -221,7 +227,7 @@ class Sampler:
             self._counts.index_put_((batch.places, ids[batch.penalized].long()), unit, accumulate=True)
         for row, bad_words in batch.bad_words:
             bad_words.add(ids[row : row + 1])
-        return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
+        return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None, is_stuck)
 
     def _adjusted(self, batch: _Batch, logits: torch.Tensor, is_early: npt.NDArray[np.bool_] | None) -> torch.Tensor:
         """Returns float32 logits with penalties, biases, allowed ids and, before `min_tokens`, without ends."""

@@ -107,6 +107,7 @@ class AnswerFormats:
             in_reasoning=self.reasoning is not None and begins_in_reasoning(self.reasoning, prompt_end, is_continued),
             call_ids=secrets.token_hex(8) if tools is not None else "",
             types=types_of(use.tools) if use is not None and tools == "qwen3_xml" else {},
+            forced=tuple(sorted(use.allowed)) if use is not None and use.is_forced else (),
         )
 
     def behind_reasoning(self, grammar: Grammar | None, answer: AnswerFormat | None) -> Grammar | None:

@@ -113,13 +113,15 @@ class Sampling(GrammarFields, kw_only=True):
         """Returns the sampling parameters. Raises ApiError for values that are invalid or not supported."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError(400, "best_of is not supported: use n", param="best_of")
+        options = self.stream_options
+        if not self.stream and options is not None and options != type(options)():
+            raise ApiError(400, "expected stream: true with stream_options", param="stream_options")
         kwargs = {name: value for name in _PASSED_THROUGH if (value := getattr(self, name)) is not None}
         kwargs = {**defaults, **kwargs, "max_tokens": max_tokens, "logprobs": logprobs}
         if kwargs.get("top_k") == -1:  # as others say it
             kwargs["top_k"] = 0
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            if name in kwargs:
-                kwargs[name] = tuple(kwargs[name])
+        ids = ("stop_token_ids", "allowed_token_ids")
+        kwargs.update((name, tuple(kwargs[name])) for name in ids if name in kwargs)
         if self.stop is not None:
             kwargs["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.logit_bias is not None:
@@ -411,10 +413,7 @@ def _decode_with_unknown(body: bytes | bytearray, kind: type[T], unknown: list[s
 
 
 def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> bytes | None:
-    """Returns the body with 10.0 written as 10 for each field of type int, as JSON has one type of number.
-
-    None: no field needs that.
-    """
+    """Returns the body with 10.0 written as 10 for each field of type int; None: no field needs that."""
     fields = msgspec.json.decode(body)
     if not isinstance(fields, dict):  # a body that is a float
         return None

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
+from penstock.engine.client.adapter_loader import REFUSED
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.adapter_files import base_shapes, read_digest, require_adapter
@@ -27,6 +28,7 @@ from penstock.server.errors import ApiError, body_error
 from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoint
 
 LOCK_POLL_S = 0.05  # seconds, while another server process changes adapters
+SETTLE_RETRY_S = 10.0  # seconds, after a change that an engine has not followed
 T = TypeVar("T")
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
@@ -58,6 +60,7 @@ class AdapterRoutes:
         self._names = names
         self._registry = registry
         self._change = asyncio.Lock()
+        self._failed = asyncio.Event()  # a change is to be tried again
         self._by_name: tuple[object, dict[str, Adapter]] = (None, {})
 
     @property
@@ -97,19 +100,16 @@ class AdapterRoutes:
                 raise ApiError(400, f"expected at most {MAX_ADAPTERS} adapters", param="lora_name")
             adapter = await asyncio.to_thread(self._read, name, fields.lora_path)
             try:
-                registry.write(registry.read().with_unnamed(adapter))
+                registry.write(registry.read().with_unsettled(adapter))
             except ValueError as error:
                 raise ApiError(400, f"Loading lora {name} failed: {error}", param="lora_path") from None
-            loaded: dict[int, int] = {}
             try:
-                await self._client.adapters.load(adapter, loaded, timeout)
-                registry.write(registry.read().with_loaded(adapter))
-                while not self._client.adapters.has_all(loaded):  # started before the adapter was in the registry
-                    await self._client.adapters.load(adapter, loaded, timeout)
+                await self._client.adapters.load(adapter, timeout)
+                registry.write(registry.read().with_named(adapter))
+                await self._settle(registry, adapter)  # also groups that were started between these two
             except BaseException:
                 await self._remove(registry, adapter, former)
                 raise
-            await self._unload_unnamed(registry)
             event("adapter is loaded", adapter=name, path=fields.lora_path)
 
     def _read(self, name: str, path: str) -> Adapter:
@@ -125,12 +125,11 @@ class AdapterRoutes:
         return adapter
 
     async def _remove(self, registry: AdapterRegistry, adapter: Adapter, former: Adapter | None) -> None:
-        """Takes back an adapter that some groups may have: `unnamed` has the adapter then."""
+        """Takes back an adapter that some groups may have: `unsettled` has the adapter then."""
         if self.by_name.get(adapter.name) == adapter != former:
             adapters = registry.read()
-            registry.write(adapters.without(adapter) if former is None else adapters.with_loaded(former))
-        with contextlib.suppress(EngineError):
-            await self._unload_unnamed(registry)
+            registry.write(adapters.without(adapter) if former is None else adapters.with_named(former))
+        await self._settle(registry)
 
     async def _unload(self, request: Request) -> Answer:
         async with self._bodies.receive(request) as body:
@@ -144,54 +143,74 @@ class AdapterRoutes:
             if adapter is None:
                 raise ApiError(404, f"The lora adapter '{name}' cannot be found.", param="lora_name")
             registry.write(registry.read().without(adapter))
-            await self._unload_unnamed(registry)
+            await self._settle(registry, adapter)
             event("adapter is unloaded", adapter=name)
 
     async def settle(self) -> None:
-        """Ends the change of a server process that was killed meanwhile. A process that has the lock has done so."""
-        async with self._change:  # the lock does not exclude changes of this process
-            if self._registry.read().unnamed and self._registry.lock():
-                try:
-                    await self._unload_unnamed(self._registry)
-                except EngineError as error:  # the next change tries again
-                    event("adapters without a name are not unloaded", WARNING, reason=error)
-                finally:
-                    self._registry.unlock()
+        """Ends changes that have failed, or of server processes that were killed. Runs until it is cancelled."""
+        while True:
+            self._failed.clear()
+            try:
+                async with self._change:  # the lock does not exclude changes of this process
+                    if self._registry.read().unsettled and self._registry.lock():  # else another process settles
+                        try:
+                            await self._settle(self._registry)
+                        finally:
+                            self._registry.unlock()
+            except OSError as error:
+                event("adapters are not settled", WARNING, reason=error)
+                self._failed.set()
+            await self._failed.wait()
+            await asyncio.sleep(SETTLE_RETRY_S)
 
-    async def _unload_unnamed(self, registry: AdapterRegistry) -> None:
-        """Unloads the adapters that have no name, unless another name has the same content. Raises EngineError if some
-        could not be unloaded, which stay in the registry."""
+    async def _settle(self, registry: AdapterRegistry, changed: Adapter | None = None) -> None:
+        """Has engines load the unsettled adapters that have a name, and unload the others. An adapter for which that
+        fails stays unsettled, and is tried again later. Raises EngineError if the adapter is `changed`."""
         adapters = registry.read()
-        if not adapters.unnamed:
+        if not adapters.unsettled:
             return
-        digests = {adapter.digest for adapter in adapters.adapters}
+        deadline = time.monotonic() + self._config.step_timeout
+        named = {adapter.digest: adapter for adapter in adapters.adapters}
         errors: dict[Adapter, EngineError] = {}
-        for adapter in adapters.unnamed:
-            if adapter.digest not in digests:
-                try:
-                    await self._client.adapters.unload(adapter, self._config.step_timeout)
-                except EngineError as error:
-                    errors[adapter] = error
-        registry.write(replace(adapters, unnamed=tuple(errors)))
-        if errors:
-            raise next(iter(errors.values()))
+        for adapter in adapters.unsettled:  # in turn: engines refuse a change that comes after a later change
+            try:
+                await self._client.adapters.settle(
+                    named.get(adapter.digest, adapter), deadline, is_loaded=adapter.digest in named
+                )
+            except EngineError as error:
+                errors[adapter] = error
+        # A group that cannot load an adapter refuses requests for it, with the reason.
+        failed = tuple(adapter for adapter, error in errors.items() if error.status != REFUSED)
+        registry.write(replace(adapters, unsettled=failed))
+        for adapter, reason in errors.items():
+            event("adapter is not settled", WARNING, adapter=adapter.name, reason=reason)
+        if failed:
+            self._failed.set()
+        if changed in errors:
+            raise errors[changed]
 
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[AdapterRegistry]:
         """Waits until no other request, and no other server process, changes adapters, and ends the change of a process
         that was killed. Raises ApiError if that takes longer than `start_timeout`: the process may be stopped."""
-        async with self._change:
-            deadline = time.monotonic() + self._config.start_timeout
+        timeout = self._config.start_timeout
+        deadline = time.monotonic() + timeout
+        try:
+            await asyncio.wait_for(self._change.acquire(), timeout)
+        except asyncio.TimeoutError:
+            raise ApiError(503, f"other changes of adapters have taken {timeout:g} s: try again later") from None
+        try:
             while not self._registry.lock():
                 if time.monotonic() >= deadline:
-                    raise ApiError(503, f"another API server has changed adapters for {self._config.start_timeout:g} s")
+                    raise ApiError(503, f"another API server has changed adapters for {timeout:g} s")
                 await asyncio.sleep(LOCK_POLL_S)
             try:
-                with contextlib.suppress(EngineError):  # the next change tries again
-                    await self._unload_unnamed(self._registry)
+                await self._settle(self._registry)
                 yield self._registry
             finally:
                 self._registry.unlock()
+        finally:
+            self._change.release()
 
 
 def _decoded(body: bytearray, kind: type[T]) -> T:

@@ -38,6 +38,7 @@ NAMES = (
     (r"(tools\[\d+\])\.function", r"\1"),
     (r"response_format\.json_schema", "output_config.format"),
     (r"stop\Z", "stop_sequences"),
+    (r"(messages\[\d+\])\.(?:tool_call_id|tool_calls\[\d+\](?:\.id|\.function\.arguments)?)", r"\1.content"),
 )
 # Fields refused by name, with the values without effect.
 REFUSED: dict[str, tuple[Any, ...]] = {

@@ -40,6 +40,8 @@ NAMES = (
     (r"reasoning_effort", "reasoning.effort"),
     (r"messages\Z", "input"),
     (r"(input\[\d+\])\.tool_call_id", r"\1.call_id"),
+    # Calls that follow each other are one message of the chat: the path is that of the first.
+    (r"(input\[\d+\]|previous_response_id)\.tool_calls\[\d+\](?:\.id|\.function\.arguments)?", r"\1"),
     (r"(tools\[\d+\])\.function", r"\1"),
 )
 # Fields refused by name, with the values without effect.
@@ -199,10 +201,10 @@ class NamedChoice(msgspec.Struct):
     name: str = ""
 
 
-class ResponseToolChoice(msgspec.Struct):
+class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
     type: str
     name: str = ""
-    mode: Literal["auto", "required"] = "auto"
+    mode: Literal["auto", "required"] | None = None  # None: "auto"
     tools: Annotated[list[NamedChoice], msgspec.Meta(max_length=MAX_TOOLS)] = []
 
 
@@ -250,7 +252,7 @@ def _chat_choice(choice: Literal["none", "auto", "required"] | ResponseToolChoic
     for number, tool in enumerate(choice.tools):
         _function(tool.type, f"tool_choice.tools[{number}]")
     named = [NamedTool(FunctionName(tool.name)) for tool in choice.tools]
-    return AllowedToolsChoice(AllowedTools(named, choice.mode))
+    return AllowedToolsChoice(AllowedTools(named, choice.mode or "auto"))
 
 
 def _chat_format(text: TextOptions | None) -> ResponseFormat | None:

@@ -28,26 +28,28 @@ def test_reader_gets_the_last_version(registry: AdapterRegistry) -> None:
     reader = AdapterRegistry(os.dup(registry._fd))
     assert reader.read().adapters == (adapter("sql", 1),)
     assert reader.read() is reader.read()
-    registry.write(registry.read().with_loaded(adapter("poems", 2)))
+    registry.write(registry.read().with_named(adapter("poems", 2)))
     assert reader.read().adapters == (adapter("sql", 1), adapter("poems", 2))
     registry.write(registry.read().without(adapter("sql", 1)))
-    assert reader.read() == AdapterList((adapter("poems", 2),), *[(adapter("sql", 1),)] * 2)
+    unsettled = adapter("poems", 2), adapter("sql", 1)
+    assert reader.read() == AdapterList((adapter("poems", 2),), (adapter("sql", 1),), unsettled)
     reader.close()
 
 
 def test_adapter_in_place_of_another_leaves_the_former_name(registry: AdapterRegistry) -> None:
-    adapters = registry.read().with_loaded(adapter("sql", 2))
-    assert adapters == AdapterList((adapter("sql", 2),), *[(adapter("sql", 1),)] * 2)
-    assert adapters.with_loaded(adapter("sql", 1)) == AdapterList((adapter("sql", 1),), *[(adapter("sql", 2),)] * 2)
+    first, second = adapter("sql", 1), adapter("sql", 2)
+    adapters = registry.read().with_named(second)
+    assert adapters == AdapterList((second,), (first,), (second, first))
+    assert adapters.with_named(first) == AdapterList((first,), (second,), (first, second))
     for number in range(100):
-        adapters = adapters.with_loaded(adapter("many", number + 10))
+        adapters = adapters.with_named(adapter("many", number + 10))
     assert len(adapters.unloaded) == MAX_UNLOADED and len(adapters.adapters) == 2
 
 
-def test_adapter_in_engines_stays_unnamed_when_another_is_loaded() -> None:
-    adapters = AdapterList((), unnamed=(adapter("sql", 1),))
-    loaded = adapters.with_unnamed(adapter("poems", 2)).with_loaded(adapter("poems", 2))
-    assert loaded.unnamed == (adapter("sql", 1),)
+def test_adapter_is_unsettled_until_its_change_ends_in_all_engines() -> None:
+    adapters = AdapterList((), unsettled=(adapter("sql", 1),))
+    loaded = adapters.with_unsettled(adapter("poems", 2)).with_named(adapter("poems", 2))
+    assert loaded.unsettled == (adapter("sql", 1), adapter("poems", 2))
 
 
 def test_full_registry_forgets_unloaded_adapters_before_it_refuses(
@@ -57,10 +59,10 @@ def test_full_registry_forgets_unloaded_adapters_before_it_refuses(
     registry.write(full)
     monkeypatch.setattr(adapter_registry, "MAX_NBYTES", len(msgspec.msgpack.encode(full)))
     registry.write(full.without(adapter("7", 7)))
-    assert registry.read().unnamed == (adapter("7", 7),) and not registry.read().unloaded
+    assert registry.read().unsettled == (adapter("7", 7),) and not registry.read().unloaded
     with pytest.raises(ValueError, match=r"expected names and paths of adapters of at most \d+ bytes, got"):
-        registry.write(registry.read().with_unnamed(adapter("poems", 30)))
-    assert registry.read().unnamed == (adapter("7", 7),)
+        registry.write(registry.read().with_unsettled(adapter("poems", 30)))
+    assert registry.read().unsettled == (adapter("7", 7),)
 
 
 def test_no_reader_sees_a_part_of_a_version(registry: AdapterRegistry) -> None:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from penstock.engine.cluster.adapter_registry import AdapterList
@@ -107,28 +108,38 @@ def test_change_of_a_server_that_was_killed_comes_too_late() -> None:
 
 
 def test_started_group_uses_what_all_of_its_ranks_have() -> None:
-    group, lost, partial = Group(), b"l" * 32, b"p" * 32
+    group, lost = Group(), b"l" * 32
     ranks = [
-        Ready(0, 1, 1, adapters=(AdapterState(DIGEST), AdapterState(lost, "other files"), AdapterState(partial))),
+        Ready(0, 1, 1, adapters=(AdapterState(DIGEST), AdapterState(lost, "other files"))),
         Ready(1, 1, 1, adapters=(AdapterState(DIGEST), AdapterState(lost))),
     ]
-    named = tuple(Adapter(f"{digest[0]}", "/a", digest) for digest in (DIGEST, lost, partial))
+    named = tuple(Adapter(f"{digest[0]}", "/a", digest) for digest in (DIGEST, lost))
     group.changes.adopt(ranks, AdapterList(named, (Adapter("sql", "/sql", b"u" * 32),)))
-    assert group.adapters == {
-        DIGEST: "",
-        lost: "other files",
-        partial: "rank 1 has not loaded the LoRA adapter",
-        b"u" * 32: "the LoRA adapter 'sql' was unloaded",
-    }
+    unloaded = "the LoRA adapter 'sql' was unloaded"
+    assert group.adapters == {DIGEST: "", lost: "other files", b"u" * 32: unloaded}
     group.changes.release()
-    assert group.sent == []
+    assert group.sent == [] and not group.changes.is_loading
+
+
+@pytest.mark.parametrize("ranks_with_adapter", [0, 1])
+def test_started_group_loads_adapters_that_a_rank_lacks(ranks_with_adapter: int) -> None:
+    """A rank read the registry before the adapter was there. The server that loaded the adapter may be dead."""
+    group, sql = Group(), Adapter("sql", "/sql", DIGEST)
+    states = [(AdapterState(DIGEST),) * (rank < ranks_with_adapter) for rank in range(2)]
+    ranks = [Ready(rank, 1, 1, adapters=adapters) for rank, adapters in enumerate(states)]
+    group.changes.adopt(ranks, AdapterList((sql,), unsettled=(sql,)))
+    assert group.changes.is_loading
+    assert [(change.path, change.digest, change.is_loaded) for change in group.sent] == [("/sql", DIGEST, True)]
+    for rank in range(2):
+        group.changes.on_state(AdapterState(DIGEST, rank=rank))
+    assert group.adapters == {DIGEST: ""} and not group.changes.is_loading and not group.answers
 
 
 def test_started_group_unloads_what_was_unloaded_meanwhile() -> None:
     """One rank had read the registry before the adapter left, the other later."""
     group, sql = Group(), Adapter("sql", "/sql", DIGEST)
     ranks = [Ready(0, 1, 1, adapters=(AdapterState(DIGEST),)), Ready(1, 1, 1)]
-    group.changes.adopt(ranks, AdapterList((), unloaded=(sql,), unnamed=(sql,)))
+    group.changes.adopt(ranks, AdapterList((), unloaded=(sql,), unsettled=(sql,)))
     assert group.adapters == {DIGEST: "the LoRA adapter 'sql' was unloaded"}
     group.changes.release()
     assert [(change.digest, change.is_loaded) for change in group.sent] == [(DIGEST, False)]

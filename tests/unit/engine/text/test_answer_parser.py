@@ -1,6 +1,7 @@
 """What each format reads, and what becomes of texts that are nearly calls."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ ANALYSIS = "<|channel|>analysis<|message|>"
 TYPES = {"f": {"n": "integer", "o": "object", "b": "boolean", "s": "string"}}
 
 
-def parsed(tools: str | None, text: str, reasoning: str | None = None, **options: bool) -> ParsedAnswer:
+def parsed(tools: str | None, text: str, reasoning: str | None = None, **options: Any) -> ParsedAnswer:
     return parse_answer(AnswerFormat(tools, reasoning, types=TYPES, **options), text)
 
 
@@ -185,6 +186,35 @@ def test_pieces_come_as_soon_as_they_are_certain() -> None:
     assert parser.feed(', "arguments": {"x') == [Arguments(0, '{"x')]
     assert parser.feed('": 1}}') == [Arguments(0, '": 1}')]
     assert parser.finish() == []
+
+
+CUT = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', len('<tool_call>{"name": "f"')),
+    ("qwen3_xml", "<tool_call>\n<function=f>\n</function>\n</tool_call>", len("<tool_call>\n<function=f>")),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}]', len('[TOOL_CALLS][{"name": "f"')),
+    ("llama3_json", '{"name": "f", "parameters": {}}', len('{"name": "f", "parameters":')),
+    ("pythonic", "[f()]", len("[f()")),
+]
+
+
+@pytest.mark.parametrize(("tools", "text", "begins"), CUT, ids=[tools for tools, _, _ in CUT])
+def test_forced_call_that_is_cut_is_never_content(tools: str, text: str, begins: int) -> None:
+    """As by max_tokens. A call of the only function that may be called is a call before its name has come."""
+    for length in range(len(text)):
+        cut = text[:length]
+        answer = parsed(tools, cut, forced=("f",))
+        assert (answer.content, [call.name for call in answer.calls]) == ("", ["f"]), cut
+        answer = parsed(tools, cut, forced=("f", "g"))
+        assert (answer.content, len(answer.calls)) == ("", length >= begins), cut
+
+
+def test_second_forced_call_that_is_cut_is_not_content() -> None:
+    answer = parsed("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_', forced=("f",))
+    assert (answer.content, len(answer.calls)) == ("", 1)
+
+
+def test_reasoning_that_is_cut_calls_nothing_yet() -> None:
+    assert parsed("hermes", "<think>So <tool_call>", "qwen3", forced=("f",)) == ParsedAnswer("", "So <tool_call>", [])
 
 
 CALL = AnswerFormat("hermes"), '<tool_call>{"name": "f"}</tool_call>'

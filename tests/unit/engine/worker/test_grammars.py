@@ -145,7 +145,7 @@ def reason_of(case: Case, **options: Any) -> FinishReason:
 
 def test_sample_ends_by_name_when_no_id_continues_its_grammar(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path, without="x")
-    assert reason_of(Case([9], "[12]x"), model=str(tmp_path)) == FinishReason.GRAMMAR_STUCK
+    assert reason_of(Case([9], "[12]x"), model=str(tmp_path)) == FinishReason.STUCK
 
 
 def test_sample_ends_by_name_when_its_ids_are_not_of_its_grammar() -> None:
@@ -257,11 +257,13 @@ def test_choose_takes_the_id_of_a_number_among_those_that_are_allowed() -> None:
 
 
 def test_worker_without_a_grammar_has_no_library() -> None:
+    """Nor has the thread that launches the first step with a grammar: steps of all streams wait for that thread."""
     import subprocess
 
     code = (
         "import sys, penstock.engine.worker.worker, penstock.engine.worker.model_runner, penstock.server.http.app;"
         "import penstock.engine.offline, penstock.engine.worker.grammars, penstock.engine.text.grammar;"
+        "penstock.engine.worker.grammars.Grammars('model', 1000, [0], None);"
         "print('llguidance' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

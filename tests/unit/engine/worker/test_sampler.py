@@ -8,11 +8,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.engine.protocol.messages import SamplingParams
+from penstock.engine.protocol.messages import FinishReason, SamplingParams
 
 torch = pytest.importorskip("torch")
 
-from penstock.engine.worker.sampler import Sampler  # noqa: E402  (it needs torch)
+from penstock.engine.worker.grammars import TokenMasks  # noqa: E402  (it needs torch)
+from penstock.engine.worker.sampler import Sampler  # noqa: E402
 from tests.support.columns import ints  # noqa: E402
 
 VOCABULARY, EOS = 24, 2
@@ -237,14 +238,31 @@ def test_logits_that_are_not_numbers_fail_their_row_alone() -> None:
         row_sampler.join(slot + 1, EVERY[name], ints(1), seed=slot)
     logits = some_logits(4, 5)
     there = slots(1, 2, 3, 4, 5)
-    assert row_sampler.sample(logits, there).failed(there) is None
+    assert row_sampler.sample(logits, there).failed(there) == {}
     logits[0, 3] = math.nan
     logits[2, 20] = math.nan  # where no row may look
     logits[4] = -math.inf
     chosen = row_sampler.sample(logits, there)
     failed = chosen.failed(there)
-    assert failed is not None and failed.tolist() == [1, 3, 5] and failed.dtype == np.uint16
+    assert failed == dict.fromkeys([1, 3, 5], FinishReason.ERROR)
     assert ((chosen.ids >= 0) & (chosen.ids < VOCABULARY)).all() and chosen.ids.dtype == torch.int32
+
+
+def test_row_in_which_every_id_is_ruled_out_is_stuck() -> None:
+    """By a grammar and bad words, or by allowed ids and bad words. Logits that are not numbers are an error still."""
+    row_sampler, there = sampler(), slots(0, 1, 2, 3)
+    bad = ((7,), (8,))
+    row_sampler.join(0, SamplingParams(bad_words_ids=bad), ints(1), seed=0)
+    row_sampler.join(1, SamplingParams(bad_words_ids=bad, allowed_token_ids=(7, 8)), ints(1), seed=0)
+    row_sampler.join(2, SamplingParams(bad_words_ids=bad, allowed_token_ids=(7, 8)), ints(1), seed=0)
+    row_sampler.join(3, SamplingParams(bad_words_ids=bad, allowed_token_ids=(7, 9)), ints(1), seed=0)
+    bits = np.zeros((1, -(-VOCABULARY // 32)), np.int32)
+    bits[0, 0] = 1 << 7 | 1 << 8
+    logits = some_logits(4, 4)
+    logits[2, 3] = math.nan
+    chosen = row_sampler.sample(logits, there, TokenMasks(slots(0), bits, {}))
+    assert chosen.failed(there) == {0: FinishReason.STUCK, 1: FinishReason.STUCK, 2: FinishReason.ERROR}
+    assert chosen.ids.tolist() == [0, 0, 0, 9]
 
 
 def test_ids_that_the_model_does_not_have_are_passed_over() -> None:

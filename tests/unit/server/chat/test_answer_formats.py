@@ -66,6 +66,10 @@ def test_answers_have_a_format_if_they_may_have_calls_or_reasoning() -> None:
     assert formats().answer_format(None, "") is None and formats().answer_format(none, "") is None
     answer = formats().answer_format(use, "")
     assert answer is not None and (answer.tools, answer.reasoning) == ("hermes", None)
+    assert not answer.forced
+    _, named = chat(tools=[tool()], tool_choice={"type": "function", "function": {"name": tool()["function"]["name"]}})
+    forced = formats().answer_format(named, "")
+    assert forced is not None and forced.forced == (tool()["function"]["name"],)
     other = formats().answer_format(use, "")
     assert other is not None and other.call_ids != answer.call_ids
     thinking = formats(reasoning_parser="qwen3")

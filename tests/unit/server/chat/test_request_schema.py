@@ -128,6 +128,7 @@ def test_a_whole_number_may_be_written_with_a_point() -> None:
         ({"logit_bias": [1]}, "logit_bias", "expected object"),
         ({"stop_token_ids": [-1]}, "stop_token_ids[0]", ">= 0"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "expected bool"),
+        ({"stream_options": {"include_usage": False}}, "stream_options", "expected stream: true"),
         ({"echo": True, "prompt_embeds": "x"}, "echo", "not supported"),
         ({"best_of": 3}, "best_of", "not supported"),
         ({"prompt": {}}, "prompt", "expected str"),
@@ -166,6 +167,11 @@ def test_a_chat_that_makes_no_sense_is_refused_with_its_field(fields: dict[str, 
         request = chat(**fields)
         request.answer_grammar(request.sampling())
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_options_of_a_stream_need_a_stream() -> None:
+    assert completion(stream_options={}).sampling() == completion(stream_options=None).sampling()
+    assert completion(stream_options={"include_usage": True}, stream=True).includes_usage
 
 
 def test_prompts_are_one_or_many_texts_or_lists_of_ids() -> None:

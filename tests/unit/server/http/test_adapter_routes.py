@@ -1,8 +1,10 @@
 """Routes that load and unload LoRA adapters: there only where they are allowed, and whole even if an engine fails."""
 
 import asyncio
+import contextlib
+import errno
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,30 +30,42 @@ class Loader:
 
     def __init__(self) -> None:
         self.fails = False
-        self.hanging = b""  # digest of the adapter that cannot be unloaded
+        self.refuses = False  # groups that serve by now cannot load an adapter
+        self.hanging = b""  # digest of the adapter that cannot be settled
         self.calls: list[tuple[str, str]] = []
         self.registry: AdapterRegistry | None = None
-        self.unnamed: list[tuple[Adapter, ...]] = []  # of the registry, at each call
-        self.restarts = 0  # of groups, between a load and the look whether all have the adapter
+        self.unsettled: list[tuple[Adapter, ...]] = []  # of the registry, at each call
 
-    async def load(self, adapter: Adapter, loaded: dict[int, int], timeout: float) -> None:
+    async def load(self, adapter: Adapter, timeout: float) -> None:
         self._call("load", adapter)
         if self.fails:
             raise EngineError(400, "no such file")
 
-    async def unload(self, adapter: Adapter, timeout: float) -> None:
-        self._call("unload", adapter)
+    async def settle(self, adapter: Adapter, until: float, *, is_loaded: bool) -> None:
+        self._call("settle" if is_loaded else "unload", adapter)
         if adapter.digest == self.hanging:
             raise EngineError(503, "group 0 has not answered in time")
+        if is_loaded and self.refuses:
+            raise EngineError(400, "other files")
 
     def _call(self, kind: str, adapter: Adapter) -> None:
         self.calls.append((kind, adapter.path))
         assert self.registry is not None
-        self.unnamed.append(self.registry.read().unnamed)
+        self.unsettled.append(self.registry.read().unsettled)
 
-    def has_all(self, loaded: dict[int, int]) -> bool:
-        self.restarts -= 1
-        return self.restarts < 0
+
+async def until(condition: Callable[[], object]) -> None:
+    """The watchdog of every test ends a wait for ever."""
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def record_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """Returns a list of the events that the routes will log, each with the name of its adapter."""
+    log: list[tuple[str, object]] = []
+    record = "penstock.server.http.adapter_routes.event"
+    monkeypatch.setattr(record, lambda name, *_, **fields: log.append((name, fields.get("adapter"))))
+    return log
 
 
 def lock(registry: AdapterRegistry) -> None:
@@ -71,6 +85,13 @@ class Scene:
         with spawn(lock, self.registry) as process:
             process.join()
             return process.exitcode == 0
+
+    @contextlib.asynccontextmanager
+    async def settling(self) -> AsyncIterator[None]:
+        """Settles as a server process does from its start to its end."""
+        task = asyncio.ensure_future(self.routes.settle())
+        yield
+        task.cancel()
 
     async def load(self, adapter: Adapter, *, in_place: bool = False) -> None:
         await self.routes._load_everywhere(LoadAdapter(adapter.name, adapter.path, in_place))
@@ -142,16 +163,30 @@ async def test_change_waits_for_another_server_for_a_time_only(scene: Scene, mon
 
 
 @in_a_loop
-async def test_group_that_began_anew_meanwhile_is_asked_again(scene: Scene) -> None:
-    scene.adapters.restarts = 2
+async def test_adapter_that_a_group_that_began_anew_refuses_is_nowhere(scene: Scene) -> None:
+    """The group was asked before it died, and read the registry before the adapter was there."""
+    scene.adapters.refuses = True
+    with pytest.raises(EngineError, match="other files"):
+        await scene.load(SQL)
+    assert scene.adapters.calls == [("load", "/sql"), ("settle", "/sql"), ("unload", "/sql")]
+    assert not scene.routes.by_name and not scene.registry.read().unsettled
+
+
+@in_a_loop
+async def test_request_waits_for_other_changes_of_its_server_for_a_time_only(scene: Scene) -> None:
+    """As while an engine hangs, and the start of the server settles."""
+    async with scene.routes._changing():
+        scene.routes._config = EngineConfig(model="/m", start_timeout=0.2)
+        with pytest.raises(ApiError, match=r"other changes of adapters have taken 0\.2 s") as refused:
+            await scene.load(SQL)
+    assert refused.value.status == 503 and not scene.adapters.calls
     await scene.load(SQL)
-    assert scene.adapters.calls == [("load", "/sql")] * 3
 
 
 @in_a_loop
 async def test_adapter_under_two_names_is_unloaded_with_the_second(scene: Scene) -> None:
     await scene.load(SQL)
-    scene.registry.write(scene.registry.read().with_loaded(SQL._replace(name="too")))
+    scene.registry.write(scene.registry.read().with_named(SQL._replace(name="too")))
     await scene.routes._unload_everywhere("sql")
     assert ("unload", "/sql") not in scene.adapters.calls
     await scene.routes._unload_everywhere("too")
@@ -166,19 +201,23 @@ async def test_registry_has_each_adapter_that_engines_have_without_a_name(scene:
     await scene.load(SQL)
     await scene.load(NEWER, in_place=True)
     await scene.routes._unload_everywhere("sql")
-    calls = [("load", "/sql"), ("load", "/newer"), ("unload", "/sql"), ("unload", "/newer")]
-    assert scene.adapters.calls == calls
-    assert scene.adapters.unnamed == [(SQL,), (NEWER,), (SQL,), (NEWER,)]
-    assert not scene.registry.read().unnamed
+    assert scene.adapters.calls == [
+        *[("load", "/sql"), ("settle", "/sql")],
+        *[("load", "/newer"), ("settle", "/newer"), ("unload", "/sql")],
+        ("unload", "/newer"),
+    ]
+    replaced = NEWER, SQL
+    assert scene.adapters.unsettled == [(SQL,), (SQL,), (NEWER,), replaced, replaced, (NEWER,)]
+    assert not scene.registry.read().unsettled
 
 
-@pytest.mark.parametrize("is_named", [False, True])
+@pytest.mark.parametrize("names", [(), (SQL,), (SQL._replace(name="too", path="/too"),)])
 @in_a_loop
-async def test_next_process_unloads_what_has_no_name(scene: Scene, is_named: bool) -> None:
-    names = (SQL._replace(name="too"),) if is_named else ()
-    scene.registry.write(AdapterList(names, unnamed=(SQL,)))
-    await scene.routes.settle()
-    assert scene.adapters.calls == ([] if is_named else [("unload", "/sql")])
+async def test_next_process_loads_what_has_a_name_and_unloads_others(scene: Scene, names: tuple[Adapter, ...]) -> None:
+    scene.registry.write(AdapterList(names, unsettled=(SQL,)))
+    async with scene.settling():
+        await until(lambda: not scene.registry.read().unsettled)
+    assert scene.adapters.calls == ([("settle", adapter.path) for adapter in names] or [("unload", "/sql")])
     assert scene.registry.read() == AdapterList(names)
     assert scene.is_unlocked()
 
@@ -187,22 +226,70 @@ async def test_next_process_unloads_what_has_no_name(scene: Scene, is_named: boo
 async def test_next_process_leaves_a_change_to_the_process_with_the_lock(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    scene.registry.write(AdapterList((), unnamed=(SQL,)))
+    scene.registry.write(AdapterList((), unsettled=(SQL,)))
+    attempts: list[bool] = []
     with monkeypatch.context() as context:
-        context.setattr(scene.registry, "lock", lambda: False)
-        await scene.routes.settle()
-    assert not scene.adapters.calls and scene.registry.read().unnamed
+        context.setattr(scene.registry, "lock", lambda: bool(attempts.append(True)))
+        async with scene.settling():
+            await until(lambda: attempts)
+    assert not scene.adapters.calls and scene.registry.read().unsettled
     await scene.load(NEWER)
-    assert scene.adapters.calls == [("unload", "/sql"), ("load", "/newer")]
+    assert scene.adapters.calls == [("unload", "/sql"), ("load", "/newer"), ("settle", "/newer")]
 
 
 @in_a_loop
 async def test_adapters_behind_the_adapter_that_cannot_be_unloaded_are(scene: Scene) -> None:
-    scene.registry.write(AdapterList((), unnamed=(SQL, NEWER)))
+    scene.registry.write(AdapterList((), unsettled=(SQL, NEWER)))
     scene.adapters.hanging = SQL.digest
-    await scene.routes.settle()
+    async with scene.settling():
+        await until(lambda: scene.registry.read().unsettled == (SQL,))
     assert scene.adapters.calls == [("unload", "/sql"), ("unload", "/newer")]
-    assert scene.registry.read().unnamed == (SQL,)
+
+
+@in_a_loop
+async def test_change_succeeds_beside_an_adapter_that_cannot_be_unloaded(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one is named in the log, and tried again, also if no change follows."""
+    monkeypatch.setattr("penstock.server.http.adapter_routes.SETTLE_RETRY_S", 0.0)
+    log = record_events(monkeypatch)
+    scene.registry.write(AdapterList((), unsettled=(SQL,)))
+    scene.adapters.hanging = SQL.digest
+    async with scene.settling():
+        await scene.load(NEWER)
+        await scene.routes._unload_everywhere("sql")
+        assert ("adapter is not settled", "sql") in log and scene.registry.read().unsettled == (SQL,)
+        scene.adapters.hanging = b""
+        await until(lambda: not scene.registry.read().unsettled)
+
+
+@in_a_loop
+async def test_adapter_that_cannot_be_unloaded_fails_its_own_change(scene: Scene) -> None:
+    await scene.load(SQL)
+    scene.adapters.hanging = SQL.digest
+    with pytest.raises(EngineError, match="group 0 has not answered in time"):
+        await scene.routes._unload_everywhere("sql")
+    assert not scene.routes.by_name and scene.registry.read().unsettled == (SQL,)
+
+
+@in_a_loop
+async def test_registry_that_cannot_be_read_is_logged_and_tried_again(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.server.http.adapter_routes.SETTLE_RETRY_S", 0.0)
+    log = record_events(monkeypatch)
+    scene.registry.write(AdapterList((), unsettled=(SQL,)))
+
+    def fail() -> bool:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    with monkeypatch.context() as context:
+        context.setattr(scene.registry, "lock", fail)
+        settling = asyncio.ensure_future(scene.routes.settle())
+        await until(lambda: ("adapters are not settled", None) in log)
+    await until(lambda: not scene.registry.read().unsettled)
+    settling.cancel()
+    assert scene.adapters.calls == [("unload", "/sql")]
 
 
 @in_a_loop
@@ -217,9 +304,9 @@ async def test_adapter_without_room_in_the_registry_is_refused(scene: Scene, mon
 @in_a_loop
 async def test_next_process_settles_behind_a_change_of_its_own(scene: Scene) -> None:
     async with scene.routes._changing() as registry:
-        registry.write(AdapterList((), unnamed=(SQL,)))
+        registry.write(AdapterList((), unsettled=(SQL,)))
         settling = asyncio.ensure_future(scene.routes.settle())
         await asyncio.sleep(0.01)
         assert not scene.adapters.calls
-    await settling
-    assert scene.adapters.calls == [("unload", "/sql")]
+    await until(lambda: scene.adapters.calls == [("unload", "/sql")])
+    settling.cancel()

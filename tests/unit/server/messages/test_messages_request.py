@@ -18,6 +18,7 @@ DATA = "iVBORw0KGgo" + "A" * (80 << 10)  # long enough to be cut out of the body
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}}
 TOOL = {"name": "weather", "description": "of a city", "input_schema": {"type": "object"}}
 USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rio"}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "sunny"}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -104,7 +105,9 @@ def test_a_last_message_of_the_model_is_continued() -> None:
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "assistant", "content": [USE]}, USER]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "content": [USE]}, USER]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": [USE, USE]}, USER]}, "messages[0].content"),
         ({"tools": [{**TOOL, "type": "bash_20250124"}]}, "tools[0].type"),
         ({"tools": [{**TOOL, "name": 'a"'}]}, "tools[0].name"),
         ({"tool_choice": {"type": "often"}}, "tool_choice.type"),

@@ -13,6 +13,8 @@ from penstock.engine.worker.device import SamplerOutput
 from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs
 from penstock.engine.worker.sampler import TopLogprobs
 
+STUCK = 2  # in the second column of `out`, in place of 1: every id was ruled out
+
 
 class CudaPendingStep:
     """A step that has been launched."""
@@ -53,8 +55,9 @@ class CudaPendingStep:
         self._wait()
         self._release()
         ids: Ints = self._out.numpy()
-        failed_slots = self._slots[ids[:, 1] != 0].tolist()
-        failed = {**dict.fromkeys(failed_slots, FinishReason.ERROR), **self._failed}
+        failed = dict.fromkeys(self._slots[ids[:, 1] != 0].tolist(), FinishReason.ERROR)
+        failed |= dict.fromkeys(self._slots[ids[:, 1] == STUCK].tolist(), FinishReason.STUCK)
+        failed |= self._failed
         logprobs = None if self._likely is None else self._likely.columns(self._slots.size)
         prompts = tuple(prompt.result() for prompt in self._prompts)
         return SamplerOutput(ids[:, 0].copy(), logprobs, failed, prompts)

@@ -21,7 +21,7 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from penstock.engine.worker.cuda import launcher
-from penstock.engine.worker.cuda.pending_step import CudaPendingStep
+from penstock.engine.worker.cuda.pending_step import STUCK, CudaPendingStep
 from penstock.engine.worker.cuda.sampling import GROUP, MAX_KEPT, finish, scan
 from penstock.engine.worker.cuda.state import DeviceState
 from penstock.engine.worker.grammars import TokenMasks
@@ -160,6 +160,8 @@ class StepSampler:
                     masks = masks._replace(rows=np.searchsorted(outside, masks.rows))
                 chosen = self._sampler.sample(result.logits[where], slots[outside], masks)
                 is_failed = out[where, 1] | chosen.is_failed
+                if chosen.is_stuck is not None:
+                    is_failed = is_failed.masked_fill(chosen.is_stuck, STUCK)
                 out[where] = torch.stack((chosen.ids.masked_fill(is_failed != 0, 0), is_failed), 1)
         self._ranks.broadcast(out)
         self._state.store(out, result.slots[: slots.size])
