@@ -98,6 +98,7 @@ class ChunkSender {
     // Sends the rows of streams that were added. Appends the other rows to `left`, and what sockets did not take to
     // `rests`.
     void send(const DeltaRows& delta, std::vector<RowLeft>& left, std::vector<TextRest>& rests) {
+        require_fit(delta);
         std::vector<bool> is_last(delta.rows);
         for (u64 at = 0; at < delta.num_finished; ++at)
             if (delta.finished[at] < delta.rows) is_last[delta.finished[at]] = true;
@@ -106,9 +107,6 @@ class ChunkSender {
             i32 request = delta.numbers[row], nbytes = delta.numbers[delta.rows + row];
             u64 ids = delta.counts == nullptr ? 1 : delta.counts[row];
             i32 sample = delta.samples == nullptr ? 0 : delta.samples[row];
-            if (nbytes < 0 || static_cast<u64>(nbytes) > delta.nbytes - text_at || ids > delta.num_numbers - id_at)
-                throw std::invalid_argument(
-                    format("row %llu has more text or ids than the message", static_cast<unsigned long long>(row)));
             RowLeft whole{row, text_at, static_cast<u64>(nbytes), id_at, ids, request, sample};
             auto stream = streams_.find(request);
             if (stream == streams_.end() || is_last[row] || sample != 0)
@@ -129,6 +127,22 @@ class ChunkSender {
         StreamProgress progress;
         bool is_behind = false;  // the socket has not taken all
     };
+
+    // Before a row is sent. Throws std::invalid_argument.
+    static void require_fit(const DeltaRows& delta) {
+        u64 nbytes = 0, ids = delta.counts == nullptr ? delta.rows : 0;
+        for (u64 row = 0; row < delta.rows; ++row) {
+            i32 length = delta.numbers[delta.rows + row];
+            if (length < 0) throw std::invalid_argument(format("expected a length of a text, got %d", length));
+            nbytes += static_cast<u64>(length);
+            if (delta.counts != nullptr) ids += delta.counts[row];
+        }
+        if (nbytes > delta.nbytes || ids > delta.num_numbers - 2 * delta.rows)
+            throw std::invalid_argument(format(
+                "expected texts of %llu bytes and %llu ids, got %llu and %llu", static_cast<unsigned long long>(nbytes),
+                static_cast<unsigned long long>(ids), static_cast<unsigned long long>(delta.nbytes),
+                static_cast<unsigned long long>(delta.num_numbers - 2 * delta.rows)));
+    }
 
     void send_row(Stream& stream, const RowLeft& row, const DeltaRows& delta, std::vector<TextRest>& rests) {
         if (row.nbytes != 0) {

@@ -132,9 +132,9 @@ class PrefixHasher:
 class TokenCounters:
     """Counters of an engine's tokens, in the row of a server process."""
 
-    def __init__(self, words: Annotated[memoryview, dict(int)], tokens: int, histogram: int, bounds: Sequence[float]) -> None:
+    def __init__(self, words: Any, tokens: int, histogram: int, bounds: Sequence[float]) -> None:
         """
-        `tokens`, `histogram`: indices of words. The histogram has the seconds from one token to the next, with a sum in nanoseconds.
+        `words`: of 64 bits, which stay in memory. `tokens`, `histogram`: indices of words. The histogram has the seconds from one token to the next, with a sum in nanoseconds.
         """
 
 class ChunkSender:
