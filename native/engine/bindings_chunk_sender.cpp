@@ -70,12 +70,12 @@ nb::object send(ChunkSender& sender, u64 rows, const Int32Array& numbers, const 
 
 void bind_chunk_sender(nb::module_& m) {
     nb::class_<OwnedCounters>(m, "TokenCounters", "Counters of an engine's tokens, in the row of a server process.")
-        .def(
-            nb::init<Words, u64, u64, std::vector<double>>(), "words"_a, "tokens"_a, "histogram"_a, "bounds"_a,
-            nb::sig("def __init__(self, words: Any, tokens: int, histogram: int, bounds: "
-                    "collections.abc.Sequence[float]) -> None"),
-            "`words`: of 64 bits, which stay in memory. `tokens`, `histogram`: indices of words. The histogram has the seconds from one token to the next, with a "
-            "sum in nanoseconds.");
+        .def(nb::init<Words, u64, u64, std::vector<double>>(), "words"_a, "tokens"_a, "histogram"_a, "bounds"_a,
+             nb::sig("def __init__(self, words: Any, tokens: int, histogram: int, bounds: "
+                     "collections.abc.Sequence[float]) -> None"),
+             "`words`: of 64 bits, which stay in memory. `tokens`, `histogram`: indices of words. The histogram has "
+             "the seconds from one token to the next, with a "
+             "sum in nanoseconds.");
     nb::class_<ChunkSender>(m, "ChunkSender",
                             "The streams of a server process that are written to sockets without the interpreter.")
         .def(nb::init<>())
@@ -84,7 +84,7 @@ void bind_chunk_sender(nb::module_& m) {
             [](ChunkSender& sender, i32 request, int fd, bool is_chunked, bool keeps_ids, const OwnedCounters& counters,
                double last) { sender.add(request, fd, is_chunked, keeps_ids, &counters.counters, last); },
             nb::keep_alive<1, 6>(), "request"_a, "fd"_a, "is_chunked"_a, "keeps_ids"_a, "counters"_a, "last"_a,
-            "Adds a stream whose connection has no unsent bytes. `is_chunked`: text is framed as a chunk of HTTP/1.1. "
+            "Adds a stream of a connection without unsent bytes. `is_chunked`: text is framed as a chunk of HTTP/1.1. "
             "`last`: when its last token was passed on, in seconds of `time.monotonic`.")
         .def("take", &take, "request"_a, nb::sig("def take(self, request: int) -> tuple[list[int], int, float] | None"),
              "Returns the ids and the number of tokens since the last call, and when the last token was passed on. "

@@ -1,6 +1,6 @@
 // chunk_sender.h: writes the chunks of streamed answers to the sockets of their HTTP clients, without the interpreter.
 //
-// A server adds a stream whose connection has no unsent bytes. From then on, the text of each row of a `Delta` goes
+// A server adds a stream of a connection without unsent bytes. From then on, the text of each row of a `Delta` goes
 // from there to the socket, but for the last row of the stream, and is counted. What a socket does not take is a rest:
 // the server writes rests by the transport of the connection, and removes the stream. Until then, all further text of
 // the stream is a rest, too, so the order of its bytes stays.

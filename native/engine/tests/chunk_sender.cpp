@@ -120,10 +120,10 @@ int main(int argc, char** argv) {
                            !clients[static_cast<size_t>(request)].is_added;
             if (is_left) {
                 REQUIRE(next < left.size(), "row %zu", static_cast<size_t>(row));
-                const RowLeft& seen = left[next++];
-                REQUIRE(seen.row == row && seen.request == request && seen.sample == message.samples[row] &&
-                            seen.text_at == text_at && seen.nbytes == message.texts[row].size() &&
-                            seen.id_at == id_at && seen.ids == message.counts[row],
+                const RowLeft& row_left = left[next++];
+                REQUIRE(row_left.row == row && row_left.request == request && row_left.sample == message.samples[row] &&
+                            row_left.text_at == text_at && row_left.nbytes == message.texts[row].size() &&
+                            row_left.id_at == id_at && row_left.ids == message.counts[row],
                         "row %zu", static_cast<size_t>(row));
             } else {
                 Client& client = clients[static_cast<size_t>(request)];

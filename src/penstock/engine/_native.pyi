@@ -146,7 +146,7 @@ class ChunkSender:
 
     def add(self, request: int, fd: int, is_chunked: bool, keeps_ids: bool, counters: TokenCounters, last: float) -> None:
         """
-        Adds a stream whose connection has no unsent bytes. `is_chunked`: text is framed as a chunk of HTTP/1.1. `last`: when its last token was passed on, in seconds of `time.monotonic`.
+        Adds a stream of a connection without unsent bytes. `is_chunked`: text is framed as a chunk of HTTP/1.1. `last`: when its last token was passed on, in seconds of `time.monotonic`.
         """
 
     def take(self, request: int) -> tuple[list[int], int, float] | None:

@@ -40,7 +40,7 @@ SMALL_NBYTES = 4096  # of the buffers of slow connections
 
 
 class Scene:
-    """A server process whose engine is played by the test."""
+    """A server process. The test plays its engine."""
 
     def __init__(self, client: Client, core: penstock.Sender[Any], port: int, row: ProcessCounters) -> None:
         self.client = client
