@@ -19,7 +19,7 @@ constexpr int STREAMS = 8;
 constexpr u64 WORDS = 8;  // tokens; a histogram with four bounds
 
 struct Client {
-    int ours = -1, theirs = -1;
+    int own_end = -1, peer_end = -1;
     bool is_added = false, is_chunked = false, keeps_ids = false;
     std::string expected, received, unsent;  // unsent: rests that its transport has not written
     std::vector<i32> expected_ids, ids;
@@ -27,12 +27,12 @@ struct Client {
 
     void read() {
         char buffer[4096];
-        for (ssize_t nbytes; (nbytes = ::recv(theirs, buffer, sizeof buffer, MSG_DONTWAIT)) > 0;)
+        for (ssize_t nbytes; (nbytes = ::recv(peer_end, buffer, sizeof buffer, MSG_DONTWAIT)) > 0;)
             received.append(buffer, static_cast<size_t>(nbytes));
     }
     void flush() {  // as a transport does
         while (!unsent.empty()) {
-            ssize_t nbytes = ::send(ours, unsent.data(), unsent.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
+            ssize_t nbytes = ::send(own_end, unsent.data(), unsent.size(), MSG_DONTWAIT | MSG_NOSIGNAL);
             if (nbytes <= 0) return;
             unsent.erase(0, static_cast<size_t>(nbytes));
         }
@@ -94,7 +94,7 @@ int main(int argc, char** argv) {
         int pair[2], nbytes = 4096;
         REQUIRE(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, pair) == 0, "%s", std::strerror(errno));
         ::setsockopt(pair[0], SOL_SOCKET, SO_SNDBUF, &nbytes, sizeof nbytes);
-        client.ours = pair[0], client.theirs = pair[1];
+        client.own_end = pair[0], client.peer_end = pair[1];
         client.is_chunked = random.one_in(2), client.keeps_ids = random.one_in(2);
     }
     u64 num_rests = 0, num_left = 0, num_sent = 0;
@@ -103,7 +103,7 @@ int main(int argc, char** argv) {
         for (i32 request = 0; request < STREAMS; ++request) {
             Client& client = clients[static_cast<size_t>(request)];
             if (!client.is_added && client.unsent.empty()) {
-                sender.add(request, client.ours, client.is_chunked, client.keeps_ids, &counters, 0);
+                sender.add(request, client.own_end, client.is_chunked, client.keeps_ids, &counters, 0);
                 client.is_added = true;
             }
         }
@@ -163,7 +163,7 @@ int main(int argc, char** argv) {
         REQUIRE(client.ids == client.expected_ids, "ids of stream %d", request);
         REQUIRE(client.tokens == client.expected_tokens, "tokens of stream %d", request);
         tokens += client.tokens;
-        ::close(client.ours), ::close(client.theirs);
+        ::close(client.own_end), ::close(client.peer_end);
     }
     REQUIRE(sender.size() == 0, "%zu streams", static_cast<size_t>(sender.size()));
     REQUIRE(words[0].value() == tokens, "counted");
