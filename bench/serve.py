@@ -8,7 +8,8 @@ Loads are made by `penstock bench serve`, the same for both, in rounds that take
     scripts/bench serve --shape qwen3-0.6b --only load    random weights of that model's shape, in bfloat16
     PENSTOCK_LLAMA_SERVER=… scripts/bench serve --shape qwen3-0.6b --only load --impl penstock,llama.cpp
     scripts/bench serve --only streams,gone
-    scripts/bench serve --impl penstock --only burst,step    1,024 chats at once; processor time of a step of one stream
+    scripts/bench serve --impl penstock --only burst,step,tokens    1,024 chats at once; processor time of a step of one
+                                                  stream, and of a token of 256 streams
     scripts/bench serve --quick --impl penstock --only pages --rounds 9    the cost of 10 open dashboards
 """
 
@@ -42,7 +43,7 @@ from bench.serve_cases.servers import (
 from penstock.engine.model_dir import takes_images
 from penstock.engine.protocol.config import EngineConfig
 
-CASES = ("load", "pages", "streams", "gone", "burst", "step", "migration")
+CASES = ("load", "pages", "streams", "gone", "burst", "step", "tokens", "migration")
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Scale:
     stream_tokens: int
     disconnects: int
     burst: int  # chats at once
+    token_streams: int
     kills: int
     migrating_streams: int
     kept_requests: int
@@ -80,6 +82,7 @@ DEFAULT = Scale(
     stream_tokens=200,
     disconnects=20,
     burst=1024,
+    token_streams=256,
     kills=7,
     migrating_streams=16,
     kept_requests=200,
@@ -92,6 +95,7 @@ QUICK = Scale(
     stream_tokens=20,
     disconnects=2,
     burst=64,
+    token_streams=32,
     kills=1,
     migrating_streams=8,
     kept_requests=40,
@@ -137,12 +141,14 @@ def measure(run: Run, scale: Scale) -> goals.Found:
                 result.streams = cases.many_streams(servers, simulated, scale.streams, scale.stream_tokens)
             if "gone" in expected:
                 result.gone = cases.clients_that_go(servers, simulated, scale.disconnects)
-    if {"burst", "step"} & set(expected) and OURS in ways:
+    if {"burst", "step", "tokens"} & set(expected) and OURS in ways:
         with failures_recorded(servers, "the front"):
             if "burst" in expected:
                 result.burst = front.burst(servers, scale.burst, servers.rounds)
             if "step" in expected:
                 result.step = front.light_step(servers, servers.rounds)
+            if "tokens" in expected:
+                result.tokens = front.streamed_tokens(servers, scale.token_streams, servers.rounds)
     if "migration" in expected and OURS in ways:
         directory = directory_of(served, servers)
         with failures_recorded(servers, "migration"):
@@ -219,7 +225,7 @@ def main(arguments: Sequence[str]) -> int:
     with Run("serve", options, rounds=3, patience=60.0) as run:
         result = measure(run, scale)
         if options.quick:  # the target is not for fewer streams
-            result.streams, result.burst = {}, {}
+            result.streams, result.burst, result.tokens = {}, {}, {}
         return run.conclude(OURS, goals.targets(result))
 
 

@@ -1,4 +1,4 @@
-"""What the processes before the device cost: a burst of chats, a step of one stream. The device is simulated."""
+"""What the processes before the device cost: a burst of chats, a step, a token. The device is simulated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import selectors
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from bench.harness.figures import Figures, quantile
 from bench.harness.output import short
@@ -22,6 +22,9 @@ END = b"data: [DONE]"
 ANSWER_TOKENS = 4  # of a chat of the burst
 PATIENCE_S = 120.0
 STEP_WARM_UP_S, STEP_S = 1.5, 6.0
+TOKEN_STEP_MS = 5.0
+READ_POLL_S = 0.05  # of many streams: a program that each chunk wakes would take the processors
+GENERATED = re.compile(rb"^vllm:generation_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 
 
 def burst(servers: Servers, chats: int, rounds: int) -> Figures:
@@ -119,6 +122,50 @@ def _count_tokens(connection: socket.socket, seconds: float) -> int:
             raise Failed("the stream ended before it was measured")
         tokens += len(FIRST_ID.findall(data))
     return max(tokens, 1)
+
+
+def streamed_tokens(servers: Servers, streams: int, rounds: int) -> Figures:
+    """Measures the processor time of a token of many streams, by process. Raises Failed."""
+    server = Ours.simulated(streams, servers.scratch / "tokens.log", step_ms=TOKEN_STEP_MS)
+    try:
+        server.wait_for_an_answer()
+        costs = [_cost_of_tokens(server, streams) for _ in range(rounds)]
+    finally:
+        server.stop()
+    figures = {role: statistics.median(cost[role] for cost in costs) for role in (*ROLES, "front")}
+    servers.output.record("tokens", OURS, rounds=rounds, streams=streams, **figures)
+    row = (OURS, [f"{value:.2f}" for value in figures.values()])
+    title = f"processor time of 1,000 tokens of {streams} streams, ms; front: without the worker"
+    servers.output.table(title, list(figures), [row])
+    return figures
+
+
+def _cost_of_tokens(server: Ours, streams: int) -> Figures:
+    with contextlib.ExitStack() as stack:
+        connections = [_connect(stack, server.port) for _ in range(streams)]
+        for connection in connections:
+            connection.sendall(_chat(4_000))
+        _read_all(connections, STEP_WARM_UP_S)
+        before, tokens = server.cpu_seconds(), _generated(server)
+        _read_all(connections, STEP_S)
+        after, tokens = server.cpu_seconds(), _generated(server) - tokens
+    costs = {role: (after[role] - before[role]) * 1e6 / tokens for role in ROLES}
+    return {**costs, "front": sum(costs.values()) - costs["worker"]}
+
+
+def _read_all(connections: Iterable[socket.socket], seconds: float) -> None:
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        time.sleep(READ_POLL_S)
+        for connection in connections:
+            with contextlib.suppress(BlockingIOError):
+                if END in connection.recv(1 << 20, socket.MSG_DONTWAIT):
+                    raise Failed("a stream ended before it was measured")
+
+
+def _generated(server: Ours) -> float:
+    """Returns the tokens that the server has passed on."""
+    return sum(map(float, GENERATED.findall(server.request("GET", "/metrics")[1])))
 
 
 def _connect(stack: contextlib.ExitStack, port: int) -> socket.socket:

@@ -24,6 +24,7 @@ class Found:
     gone: Figures = field(default_factory=dict)
     burst: Figures = field(default_factory=dict)
     step: Figures = field(default_factory=dict)
+    tokens: Figures = field(default_factory=dict)
     starts: dict[str, float] = field(default_factory=dict)
     pauses: dict[str, Figures] = field(default_factory=dict)  # by what is there besides the group that is lost
     kept_memory: Figures = field(default_factory=dict)
@@ -66,6 +67,7 @@ def targets(result: Found) -> Iterator[Target]:
     yield Target("a client goes, until its request is gone everywhere", 100, "ms", result.gone.get("gone_most_ms"))
     yield Target("a burst of 1,024 chats: TTFT p50", 200, "ms", result.burst.get("ttft_ms"))
     yield Target("a step of one stream: CPU of all processes", 0.5, "ms", result.step.get("sum"))
+    yield Target("256 streams: CPU of server, core and output, 1,000 tokens", 9, "ms", result.tokens.get("front"))
     pause = result.pauses.get(ANOTHER, {}).get("pause_max_ms")
     yield Target("a worker is killed, another group is there: longest pause of a stream", 300, "ms", pause)
     beyond = result.pauses.get(ONLY, {}).get("beyond_restart_ms")

@@ -15,6 +15,7 @@ using Int32Array = Array<i32, nb::ndim<1>>;
 using Int64Array = Array<i64, nb::ndim<1>>;
 
 void bind_block_cache(nb::module_& m);
+void bind_chunk_sender(nb::module_& m);
 void bind_decoder_layer(nb::module_& m);
 void bind_fatal_signals(nb::module_& m);
 void bind_file_mapping(nb::module_& m);

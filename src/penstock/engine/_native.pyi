@@ -1,5 +1,5 @@
 """
-The engine's native code: KV-cache blocks and their prefix hashes, layers of a model on CPUs, the pixels of videos, records of fatal signals.
+The engine's native code: KV-cache blocks and their prefix hashes, layers of a model on CPUs, the pixels of videos, chunks of streamed answers, records of fatal signals.
 """
 
 from collections.abc import Sequence
@@ -127,6 +127,40 @@ class PrefixHasher:
     def filled(self) -> list[tuple[int, int]]:
         """
         Returns (slot, tokens in its full blocks) of each sequence that has filled a block since the last call.
+        """
+
+class TokenCounters:
+    """Counters of an engine's tokens, in the row of a server process."""
+
+    def __init__(self, words: Any, tokens: int, histogram: int, bounds: Sequence[float]) -> None:
+        """
+        `words`: of 64 bits, which stay in memory. `tokens`, `histogram`: indices of words. The histogram has the seconds from one token to the next, with a sum in nanoseconds.
+        """
+
+class ChunkSender:
+    """
+    The streams of a server process that are written to sockets without the interpreter.
+    """
+
+    def __init__(self) -> None: ...
+
+    def add(self, request: int, fd: int, is_chunked: bool, keeps_ids: bool, counters: TokenCounters, last: float) -> None:
+        """
+        Adds a stream of a connection without unsent bytes. `is_chunked`: text is framed as a chunk of HTTP/1.1. `last`: when its last token was passed on, in seconds of `time.monotonic`.
+        """
+
+    def take(self, request: int) -> tuple[list[int], int, float] | None:
+        """
+        Returns the ids and the number of tokens since the last call, and when the last token was passed on. None: the stream was not added.
+        """
+
+    def remove(self, request: int) -> None: ...
+
+    def __len__(self) -> int: ...
+
+    def send(self, rows: int, numbers: numpy.typing.NDArray[numpy.int32], text: bytes, counts: numpy.typing.NDArray[numpy.uint16] | None = None, samples: numpy.typing.NDArray[numpy.uint16] | None = None, finished: numpy.typing.NDArray[numpy.uint16] | None = None) -> tuple[list[tuple[int, int, int, int, int, int, int]], list[tuple[int, int, int, int]]]:
+        """
+        Sends the rows of a Delta that are of added streams, but for the last row of a stream. Returns the other rows: row, request, sample, begin and length of the text, index of the first id, and number of ids; and rests, which sockets did not take: request, begin and length of the text, and sent bytes of its frame. A stream with a rest is removed before it is added again.
         """
 
 def record_fatal_signals(words: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')], index: int) -> None:

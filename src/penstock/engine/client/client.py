@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock import ClosedError, DecodeError, PeerDied
+from penstock.engine._native import ChunkSender
 from penstock.engine.client.adapter_loader import AdapterLoader
 from penstock.engine.client.blame import Blame
 from penstock.engine.client.groups import CoreSenders, GroupLost, GroupReturn, NoGroupServes, Router
@@ -107,6 +108,7 @@ class Client:
         self.adapters = AdapterLoader(index, len(cluster.inboxes), self._cores, lambda: self.serving_groups)
         self._store = cluster.store
         self._streams: dict[int, OutputStream] = {}
+        self._sender = ChunkSender()
         self._open = [0] * len(cluster.inboxes)  # open requests of this client, by group
         self._next = secrets.randbelow(MAX_REQUESTS)  # random: a restarted server must not reuse its open numbers
         self._end: EngineError | None = None  # the client is closed, or its receiving task has failed
@@ -243,7 +245,7 @@ class Client:
         prompt, params = submitted.first.prompt, submitted.first.params
         place = self._choose(submitted)
         is_kept = self._config.migration_limit > 0
-        stream = OutputStream(*place, prompt.size, params.n, scope, submitted if is_kept else None)
+        stream = OutputStream(*place, prompt.size, params.n, scope, submitted if is_kept else None, self._sender)
         names = {"request_id": submitted.request_id, "request": place.request, "group": place.group}
         event("request submitted", logging.DEBUG, **names, seed=submitted.first.seed)
         self._keep(stream)
@@ -337,6 +339,7 @@ class Client:
             self._watch = asyncio.get_running_loop().call_later(GROUP_POLL_S, self._look)
 
     def _drop(self, stream: OutputStream) -> None:
+        stream.leave_socket()
         if self._streams.pop(stream.request, None) is not None:
             self._open[stream.group] -= 1
 
@@ -354,6 +357,7 @@ class Client:
         streams = (*self._streams.values(), *self._migration)
         kept_tokens = [0] * len(self.counters)
         for stream in streams:
+            stream.count_sent()
             if stream.submitted is not None:
                 if stream.submitted.is_too_long:
                     stream.submitted.drop()
@@ -424,7 +428,12 @@ class Client:
         for entry in message.prompt_logprobs:
             if (stream := streams.get(entry.number)) is not None:
                 stream.prompt_logprobs.append(entry)
-        for request, chunk in split_delta(message):
+        text, finished = bytes(message.text), message.finished
+        columns = message.counts, message.samples, None if finished is None else finished.rows
+        left, rests = self._sender.send(message.rows, message.numbers, text, *columns)
+        for request, at, nbytes, sent in rests:
+            streams[request].write_rest(text[at : at + nbytes], sent)
+        for request, chunk in split_delta(message, left):
             stream = streams.get(request)
             if stream is None:  # it was aborted
                 continue

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import repeat
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
+from penstock.engine._native import ChunkSender, TokenCounters
 from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.protocol.messages import Delta, FinishReason, Floats, Logprobs, PromptLogprobs
 from penstock.errors import Missing
@@ -64,6 +64,32 @@ class Placement(NamedTuple):
     incarnation: int
 
 
+class IdleSocket(NamedTuple):
+    """The socket of a connection without unsent bytes, to which the chunks of a stream may be written."""
+
+    descriptor: int
+    is_chunked: bool  # text is framed as a chunk of HTTP/1.1
+    counters: TokenCounters
+    last: float  # when the last token was passed on
+
+
+class Delivery(Protocol):
+    """Passes the chunks of a stream on while its reader waits."""
+
+    def write(self, chunk: OutputChunk) -> bool:
+        """Returns False if the reader must pass the chunk on."""
+
+    def idle_socket(self, leave: Callable[[], None]) -> IdleSocket | None:
+        """Returns the socket for the next chunks. `leave` is called before the socket is closed. None: there is none
+        now."""
+
+    def write_rest(self, text: bytes, sent: int) -> None:
+        """Writes a text of which the socket has taken `sent` bytes, framing included."""
+
+    def count(self, tokens: int, last: float) -> None:
+        """Counts tokens that were written to the socket, the last one at `last`."""
+
+
 class OutputStream:
     """`async for` yields the chunks of the answer; `async with` aborts the request at the end of its block.
 
@@ -82,7 +108,9 @@ class OutputStream:
         samples: int,
         scope: Scope | None = None,
         submitted: SubmittedRequest | None = None,
+        sender: ChunkSender | None = None,
     ) -> None:
+        """`sender`: writes chunks to sockets; None: each chunk passes through the stream."""
         self.place = Placement(request, group, incarnation)  # the last one, while the request waits for a group
         self.submitted = submitted
         self.prompt_tokens = prompt_tokens
@@ -98,7 +126,9 @@ class OutputStream:
         self._error: EngineError | None = None
         self._is_aborted = False
         self._waiter: asyncio.Future[None] | None = None
-        self._deliver: Callable[[OutputChunk], bool] | None = None
+        self._delivery: Delivery | None = None
+        self._sender = sender if samples == 1 else None
+        self._has_socket = False  # the sender writes chunks
         self._alarm: asyncio.TimerHandle | None = None
         self._on_abort: Callable[[OutputStream], None] | None = None
 
@@ -115,11 +145,12 @@ class OutputStream:
         """Returns whether the last chunk has come, or the request has failed or was aborted."""
         return self._open_samples == 0 or self._error is not None or self._is_aborted
 
-    def deliver_to(self, deliver: Callable[[OutputChunk], bool]) -> None:
-        """Passes each further chunk, but the last of a sample, to `deliver` as soon as it comes, if the stream
-        `is_awaited`. The reader gets a chunk for which `deliver` returns False."""
+    def deliver_to(self, delivery: Delivery) -> None:
+        """Passes each further chunk, but the last of a sample, to `delivery` as soon as it comes, if the stream
+        `is_awaited`. The reader gets a chunk that `delivery` does not write. While the delivery has an idle socket,
+        the sender writes chunks there, and the stream gets no chunk but the last one."""
         if not self.is_over:  # a stream that is over would hold its reader, which holds the stream
-            self._deliver = deliver
+            self._delivery = delivery
 
     @property
     def is_awaited(self) -> bool:
@@ -172,6 +203,7 @@ class OutputStream:
     def add(self, chunk: OutputChunk) -> None:
         if self.is_over:
             return
+        self.leave_socket()
         self.completion_tokens += len(chunk.ids)
         if self.submitted is not None:
             self.submitted.add(chunk.sample, chunk.ids)
@@ -182,7 +214,8 @@ class OutputStream:
                 self.submitted.finish(chunk.sample)
         if chunk.cached:
             self.cached_tokens = chunk.cached
-        if self._deliver is not None and self.is_awaited and chunk.reason is None and self._deliver(chunk):
+        if self._delivery is not None and self.is_awaited and chunk.reason is None and self._delivery.write(chunk):
+            self._enter_socket(self._delivery)
             return
         last = self._chunks[-1] if self._chunks else None
         if last is not None and last.sample == chunk.sample and last.logprobs is None and chunk.logprobs is None:
@@ -197,6 +230,37 @@ class OutputStream:
             self._chunks.clear()
             self._give_up(EngineError(503, f"the client has not read {MAX_KEPT_NBYTES} bytes of the answer"))
         self._finish_if_over()
+
+    def write_rest(self, text: bytes, sent: int) -> None:
+        """Writes a text that the sender has counted, and of which the socket has taken `sent` bytes. The stream leaves
+        the socket."""
+        self.leave_socket()
+        if self._delivery is not None:
+            self._delivery.write_rest(text, sent)
+
+    def count_sent(self) -> None:
+        """Counts the tokens that the sender has written since the last call."""
+        if self._has_socket and self._sender is not None and (progress := self._sender.take(self.request)) is not None:
+            ids, tokens, last = progress
+            self.completion_tokens += tokens
+            if self.submitted is not None:
+                self.submitted.add(0, ids)
+            if self._delivery is not None:
+                self._delivery.count(tokens, last)
+
+    def leave_socket(self) -> None:
+        """Takes the stream from the sender: further chunks pass through the stream."""
+        if self._has_socket and self._sender is not None:
+            self.count_sent()
+            self._sender.remove(self.request)
+            self._has_socket = False
+
+    def _enter_socket(self, delivery: Delivery) -> None:
+        if self._sender is not None and (socket := delivery.idle_socket(self.leave_socket)) is not None:
+            descriptor, is_chunked, counters, last = socket
+            keeps_ids = self.submitted is not None
+            self._sender.add(self.request, descriptor, is_chunked, keeps_ids, counters, last)
+            self._has_socket = True
 
     def fail(self, error: EngineError) -> None:
         """Ends the stream with an error, which the reader gets after the chunks that have come."""
@@ -218,10 +282,11 @@ class OutputStream:
             self._waiter.set_result(None)
         if not self.is_over:
             return
+        self.leave_socket()
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        self.submitted = self._deliver = None
+        self.submitted = self._delivery = None
         if self._scope is not None:
             self._scope.release()
             self._scope = None
@@ -241,23 +306,22 @@ def take_vector(handle: Handle, store: Store | None) -> Floats | None:
 
 
 # ── the rows of a Delta ──────────────────────────────────────────────────────────────────────────────────────────────
-def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
-    """Yields the request number and the chunk of each row."""
-    rows = delta.rows
-    numbers = delta.numbers.tolist()
-    counts = repeat(1, rows) if delta.counts is None else delta.counts.tolist()
-    samples = repeat(0, rows) if delta.samples is None else delta.samples.tolist()
+RowLeft = tuple[int, int, int, int, int, int, int]  # of `ChunkSender.send`
+
+
+def split_delta(delta: Delta, left: Sequence[RowLeft] | None = None) -> Iterator[tuple[int, OutputChunk]]:
+    """Yields the request number and the chunk of each row in `left`; None: of each row."""
     text = bytes(delta.text)
-    text_at, at = 0, 2 * rows
-    splitter = None if delta.logprobs is None else _LogprobsSplitter(delta.logprobs, len(numbers) - at)
-    chunks: list[tuple[int, OutputChunk]] = []
-    for request, nbytes, count, sample in zip(numbers[:rows], numbers[rows:at], counts, samples, strict=True):
+    if left is None:
+        left, _ = ChunkSender().send(delta.rows, delta.numbers, text, delta.counts, delta.samples)
+    numbers: list[int] = delta.numbers.tolist() if left else []
+    splitter = None if delta.logprobs is None else _LogprobsSplitter(delta.logprobs, len(delta.ids))
+    chunks: dict[int, tuple[int, OutputChunk]] = {}
+    for row, request, sample, text_at, nbytes, at, count in left:
         chunk = OutputChunk(sample, text[text_at : text_at + nbytes], numbers[at : at + count])
         if splitter is not None:
-            chunk.logprobs = splitter.next(count)
-        chunks.append((request, chunk))
-        text_at += nbytes
-        at += count
+            chunk.logprobs = splitter.part(at - 2 * delta.rows, count)
+        chunks[row] = request, chunk
     if delta.finished is not None:
         finished = delta.finished
         for end, (row, reason) in enumerate(zip(finished.rows.tolist(), finished.reasons.tolist(), strict=True)):
@@ -269,26 +333,27 @@ def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
     if delta.began is not None:
         for row, cached in zip(delta.began.rows.tolist(), delta.began.cached.tolist(), strict=True):
             chunks[row][1].cached = cached
-    for (_, chunk), vector in zip(chunks, delta.vectors, strict=False):
-        chunk.vector_handle = vector
-    return iter(chunks)
+    for row, vector in enumerate(delta.vectors):
+        chunks[row][1].vector_handle = vector
+    return iter(chunks.values())
 
 
 class _LogprobsSplitter:
-    """Splits the log-probabilities of a Delta into those of its rows, in order."""
+    """Splits the log-probabilities of a Delta into those of its rows."""
 
     def __init__(self, whole: Logprobs, tokens: int) -> None:
         self._whole = whole
         self._each = whole.ids.size // tokens if whole.counts is None and tokens else 0
-        self._token = self._at = 0
+        self._ends = None if whole.counts is None else np.cumsum(whole.counts)
 
-    def next(self, tokens: int) -> Logprobs | None:
-        """Returns the log-probabilities of the next row; None: its request asked for none."""
-        whole, token, at = self._whole, self._token, self._at
-        self._token += tokens
-        counts = None if whole.counts is None else whole.counts[token : self._token]
-        self._at += tokens * self._each if counts is None else int(counts.sum())
-        if self._at == at:
+    def part(self, token: int, tokens: int) -> Logprobs | None:
+        """Returns the log-probabilities of these tokens; None: their request asked for none."""
+        whole, last = self._whole, token + tokens
+        if self._ends is None:
+            begin, end, counts = token * self._each, last * self._each, None
+        else:
+            begin, end = (int(self._ends[index - 1]) if index else 0 for index in (token, last))
+            counts = None if whole.counts is None else whole.counts[token:last]
+        if begin == end:
             return None
-        entries, ranks = slice(at, self._at), whole.ranks[token : self._token]
-        return Logprobs(whole.ids[entries], whole.values[entries], ranks, counts)
+        return Logprobs(whole.ids[begin:end], whole.values[begin:end], whole.ranks[token:last], counts)

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping
 
+from penstock.engine._native import TokenCounters
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
 from penstock.server.chat.request_reporter import Report, RequestReport
 from penstock.server.status.counters import ProcessCounters, Served
@@ -69,6 +70,17 @@ class LatencyRecorder:
             self._reasons.add(reason)
             engine.finish(reason)
             self.count_calls(stream, chunk.calls)
+
+    def socket_counters(self, stream: OutputStream) -> tuple[TokenCounters, float] | None:
+        """Returns the counters of a stream's tokens, and when the last token was passed on. None: there was none."""
+        times = self._times.get((stream, 0))
+        return None if times is None else (times.engine.token_counters, times.last)
+
+    def count_sent(self, stream: OutputStream, tokens: int, last: float) -> None:
+        """Notes tokens that `socket_counters` have counted."""
+        times = self._times[stream, 0]
+        times.last = last
+        times.later_tokens += tokens
 
     def count_calls(self, stream: OutputStream, calls: int) -> None:
         """Counts the tool calls of an answer that the server has parsed. Chunks have the number otherwise."""

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
+from penstock.engine.client.stream import EngineError, IdleSocket, OutputChunk, OutputStream
 from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.messages import AnswerFormat, FinishReason, Logprobs
 from penstock.engine.text.detokenizer import Vocabulary
@@ -35,7 +34,7 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # or nginx keeps the events back
 ]
 DONE = b"data: [DONE]\n\n"
-WRITE_CHUNK = "penstock.write_chunk"  # ASGI extension: `HttpExchange.write_chunk`
+CHUNK_WRITER = "penstock.chunk_writer"  # ASGI extension: a ChunkWriter
 
 
 def engine_failed(error: EngineError, request_id: str) -> ApiError:
@@ -165,6 +164,47 @@ class RequestStreams:
             await queue.put((prompt, error))
 
 
+# ── past all middleware ──────────────────────────────────────────────────────────────────────────────────────────────
+class ChunkWriter(Protocol):
+    """Writes parts of a body that has begun, past all middleware and without a task. `HttpExchange` is one."""
+
+    def write_chunk(self, body: bytes) -> bool:
+        """Returns False if the application must send the chunk."""
+
+    def idle_socket(self, leave: Callable[[], None]) -> tuple[int, bool] | None:
+        """Returns the descriptor of a connection without unsent bytes, and whether a chunk is framed. Calls `leave`
+        before the connection is closed. None: there is none."""
+
+    def write_rest(self, body: bytes, sent: int) -> None:
+        """Writes a chunk of which the socket has taken `sent` bytes, framing included."""
+
+
+class ChunkDelivery:
+    """Passes the chunks of a stream on while its reader waits."""
+
+    def __init__(self, stream: OutputStream, writer: ChunkWriter, latencies: LatencyRecorder) -> None:
+        self._stream = stream
+        self._writer = writer
+        self._latencies = latencies
+
+    def write(self, chunk: OutputChunk) -> bool:
+        if chunk.utf8 and not self._writer.write_chunk(chunk.utf8):
+            return False
+        self._latencies.chunk(self._stream, chunk)
+        return True
+
+    def idle_socket(self, leave: Callable[[], None]) -> IdleSocket | None:
+        counters = self._latencies.socket_counters(self._stream)
+        socket = None if counters is None else self._writer.idle_socket(leave)
+        return None if socket is None or counters is None else IdleSocket(*socket, *counters)
+
+    def write_rest(self, text: bytes, sent: int) -> None:
+        self._writer.write_rest(text, sent)
+
+    def count(self, tokens: int, last: float) -> None:
+        self._latencies.count_sent(self._stream, tokens, last)
+
+
 # ── as it comes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class SSEResponse:
     """An answer of complete SSE lines. An engine error before the first chunk is raised; a later one is an event.
@@ -192,8 +232,8 @@ class SSEResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            write = scope.get("extensions", {}).get(WRITE_CHUNK)
-            last = await cancel_on_disconnect(receive, self._send_chunks(send, write))
+            writer = scope.get("extensions", {}).get(CHUNK_WRITER)
+            last = await cancel_on_disconnect(receive, self._send_chunks(send, writer))
         finally:
             self._batch.release()
         await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -220,14 +260,8 @@ class SSEResponse:
         return b"data: %b\n\n" % error.body
 
     # ── events ──
-    def _deliver(self, stream: OutputStream, write: Callable[[bytes], bool], chunk: OutputChunk) -> bool:
-        if chunk.utf8 and not write(chunk.utf8):
-            return False
-        self._latencies.chunk(stream, chunk)
-        return True
-
-    async def _send_chunks(self, send: Send, write: Callable[[bytes], bool] | None) -> bytes:
-        """Sends all events but the last ones, which it returns: one write less for each answer. `write` sends without
+    async def _send_chunks(self, send: Send, writer: ChunkWriter | None) -> bytes:
+        """Sends all events but the last ones, which it returns: one write less for each answer. `writer` sends without
         this task; None: there is none."""
         has_begun, last = False, b""
         try:
@@ -241,8 +275,8 @@ class SSEResponse:
                             if first := self.begin():
                                 await send({"type": "http.response.body", "body": first, "more_body": True})
                             has_begun = True
-                            if write is not None and self._batch.is_single and self.is_verbatim:
-                                stream.deliver_to(functools.partial(self._deliver, stream, write))
+                            if writer is not None and self._batch.is_single and self.is_verbatim:
+                                stream.deliver_to(ChunkDelivery(stream, writer, self._latencies))
                         body = self.translate(chunk)
                         if self._batch.is_single and stream.is_over:
                             last += body

@@ -103,6 +103,9 @@ class HttpConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self.write = self._transport.write
+        socket = transport.get_extra_info("socket")
+        is_plain = socket is not None and transport.get_extra_info("sslcontext") is None
+        self._descriptor = socket.fileno() if is_plain else None
         self._writable = asyncio.Event()
         scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
         self._parser = RequestParser(self, _address(transport, "sockname"), _address(transport, "peername"), scheme)
@@ -250,6 +253,12 @@ class HttpConnection(asyncio.BufferedProtocol):
     @property
     def date_line(self) -> bytes:
         return self._state.date_line
+
+    @property
+    def idle_descriptor(self) -> int | None:
+        """Returns the descriptor of a connection without unsent bytes and without TLS. None: it is not one."""
+        is_idle = not self.is_write_paused and not self._is_ending and not self._transport.get_write_buffer_size()
+        return self._descriptor if is_idle else None
 
     def pause_writing(self) -> None:
         self.is_write_paused = True

@@ -16,7 +16,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from penstock.engine.cluster.logs import event
-from penstock.server.chat.streaming import WRITE_CHUNK
+from penstock.server.chat.streaming import CHUNK_WRITER
 from penstock.server.errors import ApiError
 
 STATUS_LINES = {
@@ -37,6 +37,8 @@ class Carrier(Protocol):
     def date_line(self) -> bytes: ...
     @property
     def write(self) -> Callable[[bytes], None]: ...
+    @property
+    def idle_descriptor(self) -> int | None: ...
     async def drain(self) -> None: ...
     def resume_reading(self) -> None: ...
     def complete(self, exchange: HttpExchange) -> None: ...
@@ -57,6 +59,7 @@ class HttpExchange:
         "_is_chunked",
         "_is_http_1_0",
         "_last",
+        "_leave_socket",
         "_news",
         "_unsent_nbytes",
         "has_begun",
@@ -83,6 +86,7 @@ class HttpExchange:
         self._last = b""
         self._is_chunked = False
         self._unsent_nbytes: int | None = None  # of a body with a length
+        self._leave_socket: Callable[[], None] | None = None
 
     # ── from the connection ──
     def add_body(self, body: bytes) -> int:
@@ -99,12 +103,14 @@ class HttpExchange:
         """What the application still sends is dropped."""
         self.is_disconnected = True
         self._news.set()
+        if self._leave_socket is not None:
+            self._leave_socket()
 
     # ── the application ──
     async def run(self, app: ASGIApp) -> None:
         """An exception of the application ends the connection; the client gets a 500 where no response has begun."""
         extensions = self.scope.setdefault("extensions", {})
-        extensions[WRITE_CHUNK] = self.write_chunk
+        extensions[CHUNK_WRITER] = self
         try:
             await app(self.scope, self.receive, self.send)
             if not self.is_complete and not self.is_disconnected:
@@ -117,7 +123,8 @@ class HttpExchange:
             event("request failed", logging.ERROR, request_id=request_id, error=what, trace=trace)
             self._carrier.fail(self, ApiError(500, f"the server has failed; its log says how, of request {request_id}"))
         finally:
-            del extensions[WRITE_CHUNK]  # or scope and exchange would wait for the garbage collector
+            del extensions[CHUNK_WRITER]  # or scope and exchange would wait for the garbage collector
+            self._leave_socket = None
         if self.is_complete and not self.is_disconnected:
             if self._last:
                 self._carrier.write(self._last)
@@ -157,6 +164,22 @@ class HttpExchange:
             return False
         self._send_body(body, True)
         return True
+
+    def idle_socket(self, leave: Callable[[], None]) -> tuple[int, bool] | None:
+        """Returns the descriptor of a connection without unsent bytes, and whether a chunk is framed; `leave` is called
+        before the connection is closed. None: `write_chunk` must do it."""
+        if not self.has_begun or self.is_complete or self.is_disconnected or self._unsent_nbytes is not None:
+            return None
+        descriptor = self._carrier.idle_descriptor
+        if descriptor is None:
+            return None
+        self._leave_socket = leave
+        return descriptor, self._is_chunked
+
+    def write_rest(self, body: bytes, sent: int) -> None:
+        """Writes a chunk of which the socket has taken `sent` bytes, framing included."""
+        if not self.is_complete and not self.is_disconnected:
+            self._carrier.write((b"%x\r\n%b\r\n" % (len(body), body) if self._is_chunked else body)[sent:])
 
     def _frame(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """Returns the head of the response. Its body is framed by a length, by chunks, or by the connection's end."""

@@ -5,7 +5,10 @@ A restarted server continues the row.
 
 from __future__ import annotations
 
+import functools
+
 from penstock import lowlevel
+from penstock.engine._native import TokenCounters
 from penstock.engine.cluster.counter import (
     FIRST_TOKEN_SECONDS,
     LENGTHS,
@@ -103,6 +106,12 @@ class Served(CounterRow, scope="engine"):
     def __init__(self, words: Row) -> None:
         super().__init__(words[: self.WORDS])
         self.migration = MigrationCounters(words[self.WORDS :])
+
+    @functools.cached_property
+    def token_counters(self) -> TokenCounters:
+        """Returns the counters of tokens after the first one, for native code."""
+        spec = self.INTER_TOKEN.spec
+        return TokenCounters(self.words, self.GENERATION_TOKENS, self.INTER_TOKEN, spec.bounds)
 
     def finish(self, reason: str, sequences: int = 1) -> None:
         self.words[self.FINISHED.at[reason]] += sequences

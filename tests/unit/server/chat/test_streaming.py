@@ -20,7 +20,7 @@ from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.engine.text.detokenizer import Vocabulary
 from penstock.server.chat.latency_recorder import LatencyRecorder
 from penstock.server.chat.streaming import (
-    WRITE_CHUNK,
+    CHUNK_WRITER,
     RequestStreams,
     SSEResponse,
     StreamedChoice,
@@ -146,6 +146,29 @@ async def test_cancel_on_disconnect_passes_on_the_result_or_error() -> None:
     assert len(asyncio.all_tasks()) <= 2
 
 
+class Writer:
+    """A ChunkWriter with a connection, and perhaps a socket."""
+
+    def __init__(self, connection: Connection, socket: tuple[int, bool] | None = None) -> None:
+        self.written: list[bytes] = []
+        self.is_full = False
+        self.socket = socket
+        self._connection = connection
+
+    def write_chunk(self, body: bytes) -> bool:
+        if not self.is_full:
+            self._connection.sent.append({"body": body})
+            self.written.append(body)
+        return not self.is_full
+
+    def idle_socket(self, leave: Callable[[], None]) -> tuple[int, bool] | None:
+        self.leave = leave
+        return self.socket
+
+    def write_rest(self, body: bytes, sent: int) -> None:
+        self.written.append(body[sent:])
+
+
 # ── as it comes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @in_a_loop
 async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> None:
@@ -166,36 +189,28 @@ async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> Non
 async def test_chunks_after_the_first_are_written_without_the_task() -> None:
     connection, stream = Connection(), answer(OutputChunk(0, b"1", [1]))[0]
     events = events_of(stream)
-    is_full = False
-    written: list[bytes] = []
-
-    def write(body: bytes) -> bool:
-        if not is_full:
-            connection.sent.append({"body": body})
-            written.append(body)
-        return not is_full
-
-    scope = {"extensions": {WRITE_CHUNK: write}}
+    writer = Writer(connection)
+    scope = {"extensions": {CHUNK_WRITER: writer}}
     answering = asyncio.ensure_future(events(scope, connection.receive, connection.send))
     await eventually(lambda: connection.body == b"1")
     await eventually(lambda: stream.is_awaited)
     for number in (b"2", b"3"):  # no other task runs between them
         stream.add(OutputChunk(0, number, [1]))
-    assert written == [b"2", b"3"]
-    is_full = True
+    assert writer.written == [b"2", b"3"]
+    writer.is_full = True
     stream.add(OutputChunk(0, b"4", [1]))
-    is_full = False
+    writer.is_full = False
     stream.add(OutputChunk(0, b"5", [1]))  # waits for the task, which has not sent the chunk before
     stream.add(OutputChunk(0, b"6", [1], FinishReason.STOP))
     await answering
-    assert written == [b"2", b"3"] and connection.body == b"123456data: [DONE]\n\n"
+    assert writer.written == [b"2", b"3"] and connection.body == b"123456data: [DONE]\n\n"
     assert stream.completion_tokens == 6
 
 
 @in_a_loop
 async def test_stream_that_is_over_is_freed_without_the_garbage_collector() -> None:
     connection, stream = Connection(), answer(OutputChunk(0, b"1", [1], FinishReason.STOP))[0]
-    scope = {"extensions": {WRITE_CHUNK: lambda _: True}}
+    scope = {"extensions": {CHUNK_WRITER: Writer(connection)}}
     freed = weakref.ref(stream)
     gc.disable()
     try:
