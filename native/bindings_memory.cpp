@@ -311,7 +311,7 @@ void bind_memory(nb::module_& m) {
         "    Traceback (most recent call last):\n"
         "        ...\n"
         "    penstock.errors.PeerDied: receiver 1 of 'broadcast', 'worker 1' ...\n")
-        .def(nb::init<>())
+        .def(nb::new_([] { return std::make_shared<EndGroup>(); }))
         .def(
             "wait",
             [](EndGroup& group, nb::handle timeout) {

@@ -1,6 +1,7 @@
 // end_group.h: ends of one process that share a fate: the first death in a channel of any of them ends the waits of
 // all.
 #pragma once
+#include <memory>
 #include <mutex>
 #include <optional>
 
@@ -10,7 +11,8 @@
 namespace penstock {
 
 // The watcher breaks it, for it learns of every death (Watcher::break_group), and then rings the bells of all members.
-class EndGroup {
+// The watcher may drop the last reference, also while the interpreter ends: no reference may be one to a Python object.
+class EndGroup : public std::enable_shared_from_this<EndGroup> {
    public:
     bool is_broken() const { return is_broken_.load(RELAXED) != 0; }  // the bell orders it
     void break_by(const Error& death) {

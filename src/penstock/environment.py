@@ -114,7 +114,10 @@ VLLM_CHECK_STEPS = _switch(
     "Send the whole step with each change of a step; the reader compares, and an error names the field that differs",
 )
 VLLM_DEATHS = _text(
-    "PENSTOCK_VLLM_DEATHS", "a path", "", "Set by the plugin, so that the processes of one vLLM server know a death"
+    "PENSTOCK_VLLM_DEATHS",
+    "a path and a token",
+    "",
+    "Set by the plugin, so that the processes of one vLLM server know a death",
 )
 VLLM_STORE = _text(
     "PENSTOCK_STORE_*", "a ticket", "", "Set by the plugin, so that the processes of one vLLM server find its stores"

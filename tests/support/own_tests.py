@@ -23,7 +23,7 @@ else:
 KNOWN = peer.SOURCE / "integrations" / "vllm" / "known.toml"
 TESTS = "PENSTOCK_PEER_TESTS"  # a folder that has vLLM's tests/, where that is not beside the interpreter
 LIMIT = 900.0  # seconds for the tests of one part
-EACH_LIMIT = 200  # seconds for one test
+EACH_LIMIT = 400  # seconds for one test
 
 
 class Outcome(NamedTuple):

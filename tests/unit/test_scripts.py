@@ -35,6 +35,16 @@ def test_unknown_kind_of_tests_is_refused_by_name_before_any_begins() -> None:
     assert done.stderr.startswith("there is no kind nowhere of tests")
 
 
+def test_vllm_env_names_the_interpreter_without_the_tests_of_vllm(tmp_path: Path) -> None:
+    """The interpreter is there, and cannot download."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho no index >&2\nexit 7\n")
+    python.chmod(0o755)
+    done = subprocess.run(["scripts/vllm-env", tmp_path], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (7, f"PENSTOCK_PEER_PYTHON={python}\n"), done.stderr
+
+
 def test_model_tests_import_only_what_makes_their_stage_run() -> None:
     """`make test` leaves `model` out when none of these paths changed."""
     paths = re.search(r'\[model\]="([^"]+)"', (ROOT / "scripts" / "test").read_text())[1].split()

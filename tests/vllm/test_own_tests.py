@@ -19,7 +19,7 @@ def test_tests_of_vllm_pass_with_its_part_replaced(part: str, has_looks: bool, t
     entry, python = own_tests.parts()[part], peer.python_of_vllm()
     tests, changed = own_tests.tests_of_vllm(python), {}
     lines = own_tests.lines_to_replace(entry, has_looks)
-    if not lines and not has_looks:
+    if not has_looks and not entry.get("looks"):
         pytest.skip(f"no test of {part} looks inside by a line of its own")
     model = peer.write_model(python, tiny_models.QWEN2_VL, tmp_path) if "{model}" in str(lines) else Path()
     for name, functions in lines.items():

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -49,8 +50,12 @@ def await_sessions(folder: Path, is_enough: Callable[[int], bool], limit: float)
 
 
 @pytest.mark.timeout(2 * START)
-@pytest.mark.parametrize("servers", [1, 2], ids=["in preparation", "between kills"])
-def test_campaign_of_servers_ends_all_processes_at_sigterm(servers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("servers", "number"),
+    [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGKILL)],
+    ids=["in preparation", "between kills", "killed"],
+)
+def test_campaign_of_servers_ends_all_processes_at(servers: int, number: int, tmp_path: Path) -> None:
     peer.python_of_vllm()
     command = [str(peer.ROOT / "scripts" / "vllm-kills"), "server", "--kills", "1000", "--forks", "2"]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
@@ -58,6 +63,6 @@ def test_campaign_of_servers_ends_all_processes_at_sigterm(servers: int, tmp_pat
         try:
             await_sessions(tmp_path, lambda count: count > servers, START)
         finally:
-            campaign.terminate()
-        assert campaign.wait(END) == 128 + 15
+            campaign.send_signal(number)
+        assert campaign.wait(END) == (128 + number if number == signal.SIGTERM else -number)
     await_sessions(tmp_path, lambda count: count == 0, END)

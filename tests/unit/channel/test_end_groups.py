@@ -228,3 +228,27 @@ def test_successor_of_a_dead_end_mends_no_group() -> None:
         eventually(lambda: "worker 1" in repr(scene.group))
         with scene.steps.open_receiver(1), pytest.raises(PeerDied, match="worker 1"):
             scene.sender.send(b"step")
+
+
+ENDING = """
+import atexit
+
+class Last:
+    def __del__(self, read=os.read):  # while the interpreter ends
+        read(0, 1)
+
+def open_and_leave():
+    penstock.attach(sys.argv[1]).open_sender(group=penstock.EndGroup())
+    say("opened")
+
+last = Last()
+atexit.register(open_and_leave)
+"""
+
+
+def test_program_ends_after_the_watcher_dropped_the_last_end_of_a_group() -> None:
+    ring = penstock.Ring()
+    with program(ENDING, ring.ticket, env=DYING) as other:
+        assert other.hear() == "opened"
+        eventually(lambda: [peer.state for peer in ring.peers()] == ["left"])
+        assert other.end() == 0, other.errors()

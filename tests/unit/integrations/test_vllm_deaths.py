@@ -15,16 +15,19 @@ from penstock.integrations.vllm import deaths
 from tests.conftest import spawn
 
 
+def descriptor_of(board: str) -> int:
+    return int(os.path.basename(board.partition(":")[0]))
+
+
 @pytest.fixture(autouse=True)
 def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(VLLM_DEATHS.name, "")
     deaths.create_board()
-    paths = {os.environ[VLLM_DEATHS.name]}
+    boards = {VLLM_DEATHS.read()}
     yield
-    if deaths.has_board():  # the last server's board is closed with its manager
-        paths.add(os.environ[VLLM_DEATHS.name])
-    for path in paths:
-        os.close(int(os.path.basename(path)))
+    boards.add(VLLM_DEATHS.read())
+    for board in boards:
+        os.close(descriptor_of(board))
 
 
 DEATH = deaths.ProcessDied.of("VllmWorker-0", 4711, DeathCause.of_exit_code(-9))
@@ -78,17 +81,61 @@ class Manager:
 def test_second_server_of_a_process_keeps_the_deaths_of_the_first() -> None:
     first, second = Manager(), Manager()
     deaths.begin_server(first)
-    path = VLLM_DEATHS.read()
+    board = VLLM_DEATHS.read()
     deaths.note(DEATH)
     deaths.begin_server(second)
-    assert deaths.first_death(deaths.board_of(first)) == deaths.first_death(path) == str(DEATH)
+    assert deaths.first_death(deaths.board_of(first)) == deaths.first_death(board) == str(DEATH)
     assert not deaths.first_death() and not deaths.first_death(deaths.board_of(second))
     assert deaths.causes() == str(DEATH)
     deaths.note(OTHER, deaths.board_of(second))
     assert deaths.causes() == f"{DEATH}; {OTHER}"
     del first
     assert deaths.causes() == str(OTHER)
-    assert not os.path.exists(path)
+    assert not deaths.first_death(board)
+
+
+def test_late_death_of_a_server_is_not_written_to_the_next_board() -> None:
+    manager = Manager()
+    deaths.begin_server(manager)
+    late = VLLM_DEATHS.read()
+    del manager
+    following = Manager()
+    deaths.begin_server(following)
+    assert descriptor_of(deaths.board_of(following)) == descriptor_of(late)
+    deaths.note(DEATH, late)
+    assert not deaths.first_death() and not deaths.first_death(late)
+
+
+def test_variable_names_an_open_board_when_a_server_has_ended() -> None:
+    before, first, second = VLLM_DEATHS.read(), Manager(), Manager()
+    deaths.begin_server(first)
+    deaths.begin_server(second)
+    del second
+    assert VLLM_DEATHS.read() == deaths.board_of(first)
+    del first
+    assert VLLM_DEATHS.read() == before
+    deaths.note(DEATH)
+    assert deaths.first_death() == str(DEATH)
+
+
+def test_fork_that_collects_a_manager_keeps_the_board_of_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = Manager()
+    deaths.begin_server(manager)
+    board = VLLM_DEATHS.read()
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: 1)
+        del manager
+    assert VLLM_DEATHS.read() == board
+    deaths.note(DEATH)
+    assert deaths.first_death() == str(DEATH)
+
+
+def test_board_has_both_deaths_when_two_processes_write_at_once() -> None:
+    with deaths.opened(VLLM_DEATHS.read()) as first, deaths.opened(VLLM_DEATHS.read()) as second:
+        assert not first.read() and not second.read()
+        first.write(f"{DEATH}\n".encode())
+        second.write(b"died\n")
+    assert deaths.first_death() == str(DEATH)
 
 
 def test_death_is_not_written_to_a_file_in_the_place_of_a_board(tmp_path: Path) -> None:
@@ -98,7 +145,7 @@ def test_death_is_not_written_to_a_file_in_the_place_of_a_board(tmp_path: Path) 
     path.write_text("text")
     other = os.open(path, os.O_RDWR)
     try:
-        os.dup2(other, int(os.path.basename(VLLM_DEATHS.read())))  # as if the number was used again
+        os.dup2(other, descriptor_of(VLLM_DEATHS.read()))  # as if the number was used again
         deaths.note(DEATH)
         assert path.read_text() == "text" and deaths.first_death() == ""
     finally:

@@ -200,6 +200,25 @@ def test_replies_in_order_pair_channels_of_plain_bytes_and_others_do_not() -> No
         assert find_series(tracing.end()) == []
 
 
+def test_replies_in_order_are_paired_while_the_last_is_on_its_way() -> None:
+    calls, replies = penstock.Broadcast(receivers=1), penstock.Ring()
+    with (
+        calls.open_sender() as core,
+        calls.open_receiver() as worker,
+        replies.open_sender() as done,
+        replies.open_receiver() as answers,
+    ):
+        tracing = Tracing(calls, replies)
+        for number in range(4):
+            core.send(b"execute")
+            worker.receive()
+            done.send(b"result")
+            if number < 3:
+                answers.receive()
+        (series,) = find_series(tracing.end())
+    assert [answered.number for answered in series.answered] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     "frame", [b"", b"\x01", b"\x01\x92\x07", b"\x03\x92\x07\x08", b"\x01\x92\xa1x\x08", b"\x81", b"\x01\x07"]
 )

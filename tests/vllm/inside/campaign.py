@@ -4,6 +4,7 @@ Each fork claims the next kill of one count. While the processes of one kill sta
 """
 
 import argparse
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -25,11 +26,13 @@ LIMIT = 200.0  # seconds for one kill with its processes; then its fork writes i
 LEAVING = 10.0  # seconds until what ends has let go of all
 ENDING = (signal.SIGTERM, signal.SIGINT)
 FORK = multiprocessing.get_context("fork")
+PR_SET_PDEATHSIG = 1
 
 
 def arguments_of(description):
     """Returns the options of a campaign. From now on a signal ends the campaign."""
     exit_at_signals()
+    end_with(os.getppid())
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--kills", type=int, default=20)
@@ -62,14 +65,23 @@ def exit_at_signals():
         signal.signal(signal_number, end)
 
 
+def end_with(parent):
+    """Has the kernel send SIGTERM to this process when the parent has ended, also by SIGKILL or by faulthandler."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
 def run(options, kill):
     """Calls `kill(index, chance)` in forks; each returns its scene, seconds until each effect, and what is wrong.
 
     Prints the figures of each scene, and all of it as JSON in a line that begins with KILLS.
     """
     files, claimed, began = set(os.listdir(FOLDER)), FORK.Value("i", 0), time.monotonic()
+    campaign = os.getpid()
 
     def run_kills(pipe):
+        end_with(campaign)
         before = Counter(belongings())
         while time.monotonic() < began + options.seconds:
             with claimed.get_lock():

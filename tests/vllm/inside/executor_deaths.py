@@ -112,7 +112,8 @@ def clean_board():
     if not os.environ.get(VLLM_DEATHS.name, "").startswith(f"/proc/{os.getpid()}/"):
         os.environ.pop(VLLM_DEATHS.name, None)
         deaths.open_board()
-    os.truncate(os.environ[VLLM_DEATHS.name], 0)
+    with deaths.opened(os.environ[VLLM_DEATHS.name]) as board:
+        board.truncate(0)
 
 
 def kill_worker(config, index, chance):

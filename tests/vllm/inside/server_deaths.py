@@ -34,7 +34,7 @@ VICTIMS = ("EngineCore", "ApiServer_0", "VllmWorker-0", "VllmWorker-1")
 OPTIONS = "--host 127.0.0.1 --dtype float32 --max-model-len 512 --enforce-eager --worker-cls stub_worker.ServedWorker"
 
 
-def serve(options, port, log):
+def serve(options, port, log, fork):
     """The first process of a server, in a session of its own."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -43,6 +43,7 @@ def serve(options, port, log):
     os.setsid()
     for signal_number in campaign.ENDING:
         signal.signal(signal_number, signal.SIG_DFL)
+    campaign.end_with(fork)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
@@ -62,7 +63,8 @@ class ForkedServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         log = Path(folder) / "log"
-        self.process = campaign.FORK.Process(target=serve, args=(options, port, log), name="MainProcess")
+        arguments = options, port, log, os.getpid()
+        self.process = campaign.FORK.Process(target=serve, args=arguments, name="MainProcess")
         self.process.start()
         self.server = VllmServer(self.process, port, log)
 
@@ -93,11 +95,13 @@ class ForkedServer:
     def end(self, kind):
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGTERM)
-        self.process.join(END_AT_SIGNAL if kind is SystemExit else END)
-        for pid in self.server.pids():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.process.join()
+        try:
+            self.process.join(END_AT_SIGNAL if kind is SystemExit else END)
+        finally:  # a signal may end the wait
+            for pid in self.server.pids():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.join()
 
 
 def pid_of(server, victim):

@@ -18,11 +18,11 @@ import re
 import socket
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from threading import Thread
-from typing import Any
+from typing import IO, Any
 
 from penstock import EndGroup
 from penstock.environment import VLLM_DEATHS
@@ -31,7 +31,7 @@ from penstock.integrations.vllm.left_files import remove_left_files
 from penstock.integrations.vllm.settings import LOGGER
 
 RANK = re.compile(r"VllmWorker-(\d+)")  # vLLM's name of a worker's process
-BOARD = "penstock vllm deaths"  # name of the file
+BOARD = "penstock vllm deaths"  # begins the name of the file
 REAPED_S = 0.2  # from the end of a process until its exit code is known
 REAP_POLL_S = 0.001  # of a thread, while another thread reaps the process
 CAUSE_S = (
@@ -39,8 +39,9 @@ CAUSE_S = (
 )
 SHUTDOWN_POLL_S = 5.0  # of a thread that waits for a death
 
-# Paths of the boards of servers with engine cores that this process has started, by vLLM's manager of the cores
+# Boards of servers with engine cores that this process has started, by vLLM's manager of the cores
 _boards: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_process_boards: list[str] = []  # the board that this process had before it started a server
 
 
 class ProcessDied(RuntimeError):
@@ -60,7 +61,7 @@ class ProcessDied(RuntimeError):
         return error
 
 
-# ── the board: a file without a name, which the first process of the server holds, for each server ──
+# ── the board: a file that the first process of the server holds, for each server. A board is given as PATH:TOKEN ──
 def open_board() -> None:
     """Makes the board, unless this process has the board of the process that has started it.
 
@@ -73,9 +74,32 @@ def open_board() -> None:
         atexit.register(remove_left_files)
 
 
-def create_board() -> None:
-    board = os.memfd_create(BOARD)
-    os.environ[VLLM_DEATHS.name] = f"/proc/{os.getpid()}/fd/{board}"
+def create_board() -> str:
+    """Creates a board. A later board may have the same descriptor number, and has another token."""
+    token = os.urandom(8).hex()
+    descriptor = os.memfd_create(f"{BOARD} {token}")
+    os.environ[VLLM_DEATHS.name] = f"/proc/{os.getpid()}/fd/{descriptor}:{token}"
+    return VLLM_DEATHS.read()
+
+
+@contextmanager
+def opened(board: str) -> Iterator[IO[bytes]]:
+    """Opens a board to read and to append.
+
+    Raises:
+        FileNotFoundError: the board is closed.
+    """
+    path, _, token = board.rpartition(":")
+    descriptor = os.open(path, os.O_PATH)  # without an effect on a file that is no board
+    try:
+        link = f"/proc/self/fd/{descriptor}"
+        if os.readlink(link) != f"/memfd:{BOARD} {token} (deleted)":
+            raise FileNotFoundError(f"{path} is not the board {token}")
+        with open(link, "a+b", buffering=0) as file:
+            file.seek(0)
+            yield file
+    finally:
+        os.close(descriptor)
 
 
 def begin_server(manager: Any) -> None:
@@ -83,52 +107,53 @@ def begin_server(manager: Any) -> None:
 
     A process may run several servers: a death in a server is not the cause of a death in another server.
     """
-    create_board()
-    _boards[manager] = VLLM_DEATHS.read()
-    closing = weakref.finalize(manager, os.close, int(os.path.basename(_boards[manager])))
-    closing.atexit = False  # processes of the server may look at the board until this process has ended
+    if VLLM_DEATHS.read() not in _boards.values():
+        _process_boards[:] = [VLLM_DEATHS.read()]
+    board = _boards[manager] = create_board()
+    ending = weakref.finalize(manager, end_server, board, os.getpid())
+    ending.atexit = False  # processes of the server may look at the board until this process has ended
+
+
+def end_server(board: str, pid: int) -> None:
+    """Closes the board of a server, unless this process is a fork, which may be a process of that server."""
+    if pid == os.getpid():
+        os.close(int(os.path.basename(board.partition(":")[0])))
+        if VLLM_DEATHS.read() == board:
+            os.environ[VLLM_DEATHS.name] = [*_process_boards, *_boards.values()][-1]
 
 
 def board_of(manager: Any) -> str:
-    """Returns the path of the server's board. An API server of several has no manager of engine cores."""
+    """Returns the server's board. An API server of several has no manager of engine cores."""
     return VLLM_DEATHS.read() if manager is None else _boards.get(manager) or VLLM_DEATHS.read()
 
 
 def causes() -> str:
     """Returns the first death of each server of this process: an error of vLLM does not name the server that failed."""
-    paths = list(_boards.values()) or [VLLM_DEATHS.read()]
-    return "; ".join(filter(None, map(first_death, paths)))
+    boards = list(_boards.values()) or [VLLM_DEATHS.read()]
+    return "; ".join(filter(None, map(first_death, boards)))
 
 
 def has_board() -> bool:
     """Returns whether the variable names a board."""
-    return _is_board(VLLM_DEATHS.read())
-
-
-def _is_board(path: str) -> bool:
-    """Returns whether a board is at a path: the number of a closed descriptor may be that of another file now."""
-    with suppress(OSError):
-        return os.readlink(path).startswith(f"/memfd:{BOARD}")
+    with suppress(OSError), opened(VLLM_DEATHS.read()):
+        return True
     return False
 
 
-def first_death(path: str | None = None) -> str:
+def first_death(board: str | None = None) -> str:
     """Returns the text of the first death on the board; empty: none is known."""
-    path = path or VLLM_DEATHS.read()
-    if _is_board(path):
-        with suppress(OSError), open(path, encoding="utf-8") as board:
-            return board.readline().rstrip()
+    with suppress(OSError), opened(board or VLLM_DEATHS.read()) as file:
+        return file.readline().decode().rstrip()
     return ""
 
 
-def note(death: ProcessDied, path: str | None = None) -> ProcessDied:
+def note(death: ProcessDied, board: str | None = None) -> ProcessDied:
     """Logs a death, unless it is on the board, and writes it there."""
-    path, line = path or VLLM_DEATHS.read(), f"{death}\n".encode()
-    if _is_board(path):
-        with suppress(OSError), open(path, "r+b", buffering=0) as board:
-            if line in board.readlines():
-                return death
-            board.write(line)
+    line = f"{death}\n".encode()
+    with suppress(OSError), opened(board or VLLM_DEATHS.read()) as file:
+        if line in file.readlines():
+            return death
+        file.write(line)
     LOGGER.error("%s", death)
     return death
 
@@ -138,13 +163,13 @@ def process_died(death: PeerDied) -> ProcessDied:
     return note(ProcessDied.of(death.name, death.pid, death.cause))
 
 
-def note_failed(processes: Sequence[Any], path: str | None = None) -> ProcessDied | None:
+def note_failed(processes: Sequence[Any], board: str | None = None) -> ProcessDied | None:
     """Notes the first of the processes of `multiprocessing` that has ended with an error; None: none has."""
     by_sentinel = {process.sentinel: process for process in processes}
     for sentinel in wait(list(by_sentinel), timeout=0):
         process = by_sentinel[sentinel]
         if exit_code := exit_code_of(process):
-            return note(ProcessDied.of(process.name, process.pid, DeathCause.of_exit_code(exit_code)), path)
+            return note(ProcessDied.of(process.name, process.pid, DeathCause.of_exit_code(exit_code)), board)
     return None
 
 

@@ -72,6 +72,11 @@ def numbered_pairs(timeline: Timeline) -> list[tuple[TracedRecord, TracedRecord]
     return pairs
 
 
+def are_taken(step: TracedRecord, reply: TracedRecord) -> bool:
+    """Returns whether each process has taken the record of the other. At the end of a trace a record is on its way."""
+    return take_by(step, reply.pid) is not None and take_by(reply, step.pid) is not None
+
+
 def is_answer(step: TracedRecord, reply: TracedRecord) -> bool:
     take = take_by(step, reply.pid)
     return take is not None and take.taken_ns <= reply.sent_ns and take_by(reply, step.pid) is not None
@@ -97,7 +102,7 @@ def pairs_in_order(timeline: Timeline) -> list[tuple[TracedRecord, TracedRecord]
                 continue
             ids = [RecordId(steps_channel, steps_lane, reply.id.sequence) for reply in replies]
             answers = [(timeline.records.get(id), reply) for id, reply in zip(ids, replies, strict=True)]
-            known = [(step, reply) for step, reply in answers if step is not None]
+            known = [(step, reply) for step, reply in answers if step is not None and are_taken(step, reply)]
             if len(known) * 2 < len(answers) or not all(is_answer(step, reply) for step, reply in known):
                 continue
             if is_prompt(steps, known):
