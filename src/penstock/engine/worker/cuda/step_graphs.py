@@ -24,6 +24,7 @@ from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
 from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.cuda.attention import CudaAttention, RowTensors
+from penstock.engine.worker.cuda.graphs import InvalidatedCapture
 from penstock.engine.worker.cuda.state import DeviceState
 from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, StepInput, graph_sizes
 from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler
@@ -31,7 +32,7 @@ from penstock.engine.worker.input_batch import pinned
 from penstock.engine.worker.model import LoadedModel
 from penstock.engine.worker.paged_attention import KVCache
 
-REFUSED, NO_MEMORY, RECORDED = range(3)  # the state of a size on a rank: the least of all ranks counts
+INVALIDATED, REFUSED, NO_MEMORY, RECORDED = range(4)  # the state of a size on a rank: the least of all ranks counts
 HINT = "lower --gpu-memory-utilization"
 MAX_LENGTH = 1 << 30  # of a prompt: all have short rotary frequencies
 MAX_TOKENS = 2048  # of a recorded step with chunks: beyond, the device computes longer than the host needs to launch
@@ -67,6 +68,7 @@ class Recordings:
         All graphs write one result: logits of its own would be kept for each graph, outside the shared memory.
 
         A size for which a rank lacks memory is left out. Without any graph from some size on, larger steps run without.
+        Raises InvalidatedCapture on all ranks if a rank cannot go on.
         """
         if self._recorder is None:
             return
@@ -78,6 +80,11 @@ class Recordings:
                 lacking.append(size)
                 why = reason
                 torch.cuda.empty_cache()
+            elif state == INVALIDATED:
+                raise InvalidatedCapture(
+                    f"the CUDA graph of a {kind} step of size {size} was invalidated ({reason}), and this process can "
+                    "no longer return memory to the device: --enforce-eager runs steps without graphs"
+                )
             elif state == REFUSED:
                 event(f"{kind} steps are not recorded", WARNING, why=reason, size=size)
                 self._replays.clear()
@@ -142,6 +149,9 @@ class Attempt:
         if not isinstance(error, Exception) or isinstance(error, torch.distributed.DistError):
             return False
         cause = error.__context__ or error  # the end of a failed recording raises an error of its own
+        if isinstance(error, InvalidatedCapture):
+            self.state, self.why = INVALIDATED, str(error)
+            return True
         lacks_memory = torch.OutOfMemoryError in (type(cause), type(error)) or "out of memory" in str(cause)
         self.state = NO_MEMORY if lacks_memory else REFUSED
         self.why = f"{type(cause).__name__}: {cause}".partition("\n")[0]
