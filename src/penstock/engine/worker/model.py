@@ -124,7 +124,10 @@ class LoadedModel:
             )
         if device.type == "cuda":
             self._cuda_decoder = find_cuda_decoder(stock.get_decoder(), stock.get_input_embeddings(), probe, ranks)
-        has_head = not isinstance(stock.get_output_embeddings(), nn.Identity)
+        head = stock.get_output_embeddings()
+        has_head = not isinstance(head, nn.Identity)
+        # One product, with nothing after it: ranks gather logits.
+        self._has_plain_head = type(head) is nn.Linear and getattr(head, "bias", None) is None and ranks.size == 1
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None) if has_head else None
 
     def _probe(self) -> Probe:
@@ -186,11 +189,16 @@ class LoadedModel:
         return torch.float32 if self.device.type != "cuda" or self._softcap is not None else self.dtype
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns logits [rows, vocab_size] of hidden states [rows, size], in float32; on a CUDA device, where kernels
-        read other types, in the type of the model."""
-        logits: Tensor = self.stock.get_output_embeddings()(hidden).to(self.logits_dtype)
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        read other types, in the type of the model. `out`: memory for the logits, if the caller has some."""
+        head = self.stock.get_output_embeddings()
+        if out is not None and self._softcap is None and self._has_plain_head:
+            return torch.mm(hidden, head.weight.t(), out=out)
+        logits: Tensor = head(hidden).to(self.logits_dtype)
+        if self._softcap is not None:
+            return torch.mul(torch.tanh(logits / self._softcap), self._softcap, out=out)
+        return logits if out is None else out.copy_(logits)
 
 
 def load(
