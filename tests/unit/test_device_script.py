@@ -121,7 +121,7 @@ def test_row_is_not_begun_without_time(script: Any, tmp_path: Path, capsys: Any)
 def test_row_that_is_cut_is_not_run_if_the_run_ends(
     script: Any, tmp_path: Path, monkeypatch: Any, kind: str, is_end_of_run: bool, result: str
 ) -> None:
-    """A row that needs more than its limit fails."""
+    """A row fails by the limit of the row."""
     write_sanitizer(tmp_path, monkeypatch, "exec sleep 60")
     (tmp_path / "bench").mkdir()
     (tmp_path / "bench" / "copies.py").write_text("import time\ntime.sleep(60)")
