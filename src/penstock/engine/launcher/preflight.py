@@ -136,7 +136,10 @@ def _problem_of(name: str, devices: Devices) -> str:
     if devices.number == 0:
         return "no CUDA device can be used"
     if name.isdecimal():
-        return "" if int(name) < devices.number else f"the number {name} names no device"
+        if int(name) < devices.number:
+            return ""
+        hint = " (a process uses one slice, by CUDA_VISIBLE_DEVICES=MIG-…, with one worker)"
+        return f"the number {name} names no device{hint if devices.has_slices else ''}"
     return "" if numbers_of(name, devices.uuids) or not devices.uuids else f"the UUID {name} names no device"
 
 

@@ -330,7 +330,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         wrong = [name for name in names if not DEVICE_NAME.fullmatch(name)]
         if wrong:
             raise ValueError(
-                f"expected numbers or UUIDs (GPU-…, see nvidia-smi -L) of whole devices in devices, got {wrong[0]!r}"
+                f"expected numbers or UUIDs (GPU-…, see nvidia-smi -L) of whole devices in devices, got {wrong[0]!r}: "
+                "a slice (MIG-…) is chosen by CUDA_VISIBLE_DEVICES, and has the number 0 then"
             )
         if len(names) != self.num_workers:
             raise ValueError(f"expected a device for each of {self.num_workers} workers, got devices {self.devices!r}")
@@ -350,7 +351,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"got {self.store_nbytes}"
             )
         if self.tensor_transport == "device" and not (self.store_nbytes and self.device != "cpu"):
-            raise ValueError("tensor_transport 'device' needs device 'cuda', and a store (--mm-processor-cache-gb)")
+            raise ValueError(
+                "tensor_transport 'device' needs device 'cuda', and a store (--mm-processor-cache-gb): "
+                "--tensor-transport auto does without"
+            )
         if self.huge_pages and not self.store_nbytes:
             raise ValueError("huge_pages are for the store: store_nbytes (--mm-processor-cache-gb) is 0")
         if self.mm_encoder_tp_mode == "store" and not self.encoder_cache_nbytes:
