@@ -351,10 +351,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"got {self.store_nbytes}"
             )
         if self.tensor_transport == "device" and not (self.store_nbytes and self.device != "cpu"):
-            raise ValueError(
-                "tensor_transport 'device' needs device 'cuda', and a store (--mm-processor-cache-gb): "
-                "--tensor-transport auto does without"
-            )
+            raise ValueError("tensor_transport 'device' needs device 'cuda', and a store (--mm-processor-cache-gb)")
         if self.huge_pages and not self.store_nbytes:
             raise ValueError("huge_pages are for the store: store_nbytes (--mm-processor-cache-gb) is 0")
         if self.mm_encoder_tp_mode == "store" and not self.encoder_cache_nbytes:
