@@ -152,7 +152,8 @@ def require_cuda(config: EngineConfig) -> None:
     option = f"--devices {config.devices}" if config.devices else f"--device {config.device}"
     for name in config.device_names:
         if problem := _problem_of(name, devices):
-            raise ValueError(f"{option}: {problem}: {devices.reason}; --device cpu does without")
+            other = " and --tensor-transport auto do" if config.tensor_transport == "device" else " does"
+            raise ValueError(f"{option}: {problem}: {devices.reason}; --device cpu{other} without")
     _require_builds(option, devices)
     if config.collectives != "gloo":
         _require_separate(config, option, devices)

@@ -240,6 +240,11 @@ def test_a_package_that_is_not_installed_is_named(model: Path, monkeypatch: pyte
     ("number", "options", "text"),
     [
         (0, {"device": "cuda"}, "--device cuda: no CUDA device can be used: because"),
+        (
+            0,
+            {"device": "cuda", "tensor_transport": "device", "store_nbytes": 1 << 20},
+            "because; --device cpu and --tensor-transport auto do without",
+        ),
         (1, {"device": "cuda", "tensor_parallel_size": 2}, "the number 1 names no device: because"),
         (3, {"device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 2}, "the number 3 names no device"),
         (1, {"device": "cuda:1"}, "--device cuda:1: the number 1 names no device"),
