@@ -12,6 +12,7 @@ The double computes at once. What a device does later, it does late where the ho
 * A copy to the host arrives when an event behind it has passed. Until then its memory holds POISON.
 * A replay of a graph runs the recorded operations on the recorded memory. What the replay before it has written is
   POISON then, as graphs share one pool of memory.
+* A wait invalidates a capture, which torch's allocator then counts as underway for ever.
 
 A report counts launches, copies and allocations, and names the line of each operation that makes the host wait for the
 device or copies memory that is not pinned. With TRITON_INTERPRET=1, Triton's interpreter runs kernels of our own.
@@ -148,6 +149,8 @@ class CudaDouble(TorchDispatchMode):
         self.fail_at = 0
         self.report = Report()  # read only while the double is watched
         self.tape: list[_Operation] | None = None
+        self.is_capture_invalid = False  # of the tape
+        self.captures_underway = 0  # for the allocator
         self.sync_mode = 0
         self._copies: list[_Copy] = []  # that the host cannot know to be done, the oldest first
         self._launched = 0  # of all copies
@@ -193,6 +196,7 @@ class CudaDouble(TorchDispatchMode):
         """The host waits for the device. RuntimeError where that is forbidden, as by torch."""
         self.fault(f"waits: {why}")
         if self.tape is not None:
+            self.is_capture_invalid = True
             raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
         if self.sync_mode == 2:
             raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
@@ -492,20 +496,28 @@ def _torch_cuda_of(double: CudaDouble) -> dict[str, Any]:
         finally:
             double.stream = before
 
+    def empty_cache() -> None:
+        if double.captures_underway:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
     @contextlib.contextmanager
     def graph(recorded: _Graph, *, stream: Any, **_: Any) -> Iterator[None]:
+        empty_cache()
         before, double.stream, double.tape = double.stream, stream, recorded.operations
+        double.is_capture_invalid = False
+        double.captures_underway += 1
         peak, held = double.peak_nbytes, double.held_nbytes
         double.peak_nbytes = held
         try:
             yield
-        except Exception:
-            raise RuntimeError("the recording was invalidated") from None  # and, as torch's, it stays on its stream
         finally:
             double.tape = None
             double.pool_nbytes = max(double.pool_nbytes, double.peak_nbytes - held)
             double.peak_nbytes = max(peak, double.peak_nbytes)
-        double.stream = before
+            if double.is_capture_invalid:  # as in torch, the capture does not end, and its stream stays the current one
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            double.captures_underway -= 1
+            double.stream = before
 
     def set_sync_mode(mode: int | str) -> None:
         double.sync_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
@@ -525,6 +537,7 @@ def _torch_cuda_of(double: CudaDouble) -> dict[str, Any]:
         "memory_allocated": lambda *_: double.held_nbytes + double.pool_nbytes,
         "max_memory_allocated": lambda *_: double.peak_nbytes + double.pool_nbytes,
         "reset_peak_memory_stats": reset_peak,
+        "empty_cache": empty_cache,
         "synchronize": lambda *_: double.wait("torch.cuda.synchronize"),
         "Event": double.Event,
         "Stream": double.Stream,

@@ -68,6 +68,7 @@ class DeviceArray(np.ndarray[Any, Any]):
 
 class FakeDriver:
     as_: As = "numpy"
+    legacy_reason = ""
 
     def __init__(self, number: int = 0, memory_nbytes: int = 1 << 30, peers: tuple[int, ...] = ()) -> None:
         self.uuid = bytes([number]) * 16

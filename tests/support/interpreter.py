@@ -1,7 +1,8 @@
-"""Triton's interpreter, which runs kernels on the CPU, without three faults of it (3.6 and 3.9).
+"""Triton's interpreter, which runs kernels on the CPU, without four faults of it (3.6 and 3.9).
 
 The interpreter multiplies the bit patterns of bfloat16 in `tl.dot`, cuts float32 off where bfloat16 rounds, and lets a
-kernel read and write memory outside its tensors.
+kernel read and write memory outside its tensors. That of 3.6 makes integers of arrays with a dimension, for the bounds
+of loops, which numpy refuses from 2.4 on.
 """
 
 from __future__ import annotations
@@ -130,7 +131,22 @@ def _fast_calls() -> Iterator[None]:
 
 
 @contextmanager
+def _loop_bounds() -> Iterator[None]:
+    """Until the block ends, numbers of a kernel are bounds of loops under each numpy."""
+    from triton.runtime import interpreter
+
+    replace = interpreter._patch_lang_tensor
+
+    def replace_with_index(tensor: Any, scope: Any) -> None:
+        replace(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda number: int(number.handle.data.item()))
+
+    with mock.patch.object(interpreter, "_patch_lang_tensor", replace_with_index):
+        yield
+
+
+@contextmanager
 def interpreted_kernels() -> Iterator[None]:
     """Until the block ends, kernels run as on a device."""
-    with _device_arithmetic(), _checked_bounds(), _fast_calls():
+    with _device_arithmetic(), _checked_bounds(), _fast_calls(), _loop_bounds():
         yield

@@ -20,8 +20,11 @@ import json, sys
 targets = [("bandwidth", 0.95, {bandwidth}), ("wrong tensors", 0, {wrong})]
 with open(sys.argv[-1] + "/copies.jsonl", "w") as file:
     for name, limit, figure in targets:
-        met = figure >= limit if limit else figure == 0
-        record = dict(case="target", target=name, limit=limit, figure=figure, met=met, is_speed=limit > 0)
+        record = dict(case="target", target=name, limit=limit, is_speed=limit > 0)
+        if figure is None:
+            record |= dict(missing="not measured")
+        else:
+            record |= dict(figure=figure, met=figure >= limit if limit else figure == 0)
         print(json.dumps(record), file=file)
 """
 TESTS = """
@@ -106,10 +109,40 @@ def test_command_ends_at_the_limit_of_its_row(script: Any, tmp_path: Path) -> No
     assert script.last_line(done.stdout) == "ended after 1 s"
 
 
-def test_row_is_not_begun_without_time(script: Any, tmp_path: Path) -> None:
+def test_row_is_not_begun_without_time(script: Any, tmp_path: Path, capsys: Any) -> None:
     script.ROWS = (script.Row("tests", lambda run: pytest.fail("begun"), 20),)
-    assert script.main(["--rehearse", "--minutes", "0.1", "--out", str(tmp_path)]) == 1
-    assert table(tmp_path) == {"tests": "FAILED"}
+    assert script.main(["--rehearse", "--minutes", "0.1", "--out", str(tmp_path)]) == script.INCOMPLETE
+    assert table(tmp_path) == {"tests": "not run"}
+    assert capsys.readouterr().out.endswith("\n0 passed, 0 failed, 1 not run\n")
+
+
+@pytest.mark.parametrize("kind", ["tests", "benchmark", "memcheck", "raises"])
+@pytest.mark.parametrize(("is_end_of_run", "result"), [(True, "not run"), (False, "FAILED")])
+def test_row_that_is_cut_is_not_run_if_the_run_ends(
+    script: Any, tmp_path: Path, monkeypatch: Any, kind: str, is_end_of_run: bool, result: str
+) -> None:
+    """A row fails by the limit of the row."""
+    write_sanitizer(tmp_path, monkeypatch, "exec sleep 60")
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "copies.py").write_text("import time\ntime.sleep(60)")
+    (tmp_path / "test_it.py").write_text("import time\ntime.sleep(60)")
+
+    def raises(run: Any) -> Any:
+        run.python("-c", "import time; time.sleep(60)")
+        raise RuntimeError("no answer")
+
+    rows = {"tests": script.tests("test_it.py"), "benchmark": script.benchmark("copies"), "memcheck": script.memcheck}
+
+    def work(run: Any) -> Any:
+        run.row_ends = 0.0
+        if is_end_of_run:
+            run.ends = 0.0
+        return rows.get(kind, raises)(run)
+
+    run = run_of(script)
+    run.row(script.Row(kind, work, 20))
+    assert run.results[0].result == result
+    assert run.conclude() == (script.INCOMPLETE if is_end_of_run else script.FAILED)
 
 
 @pytest.mark.parametrize(
@@ -138,12 +171,15 @@ def test_row_of_tests_that_leave_no_report_fails(script: Any) -> None:
         (0.98, 0, (), "passed"),
         (0.5, 0, (), "missed"),
         (0.5, 1, (), "FAILED"),
+        (None, 0, (), "missed"),
+        (0.98, None, (), "FAILED"),
         (0.5, 0, ("--rehearse",), "passed"),
+        (None, 0, ("--rehearse",), "passed"),
         (0.98, 1, ("--rehearse",), "FAILED"),
     ],
 )
 def test_row_of_a_benchmark_fails_by_wrong_results_not_by_slow_ones(
-    script: Any, tmp_path: Path, bandwidth: float, wrong: int, options: tuple[str, ...], result: str
+    script: Any, tmp_path: Path, bandwidth: float | None, wrong: int | None, options: tuple[str, ...], result: str
 ) -> None:
     for path, text in (
         ("bench/copies.py", BENCHMARK.format(bandwidth=bandwidth, wrong=wrong)),
@@ -155,8 +191,9 @@ def test_row_of_a_benchmark_fails_by_wrong_results_not_by_slow_ones(
     run.row(script.Row("copies", script.benchmark("copies"), 60))
     row = run.results[0]
     assert (row.result, run.conclude()) == (result, int(result == "FAILED"))
-    assert row.figure == f"bandwidth: {bandwidth} (0.95); wrong tensors: {wrong} (0)"
-    assert [record["figure"] for record in row.records] == [bandwidth, wrong]
+    texts = ["not measured" if figure is None else figure for figure in (bandwidth, wrong)]
+    assert row.figure == f"bandwidth: {texts[0]} (0.95); wrong tensors: {texts[1]} (0)"
+    assert [record.get("figure") for record in row.records] == [bandwidth, wrong]
 
 
 def test_row_of_a_benchmark_that_raises_has_its_last_line(script: Any, tmp_path: Path) -> None:
@@ -177,33 +214,35 @@ def test_row_of_a_benchmark_fails_if_a_case_fails(script: Any, tmp_path: Path) -
     assert outcome.figure == "kill: no worker; bandwidth: 0.98 (0.95); wrong tensors: 0 (0); 3 streams"
 
 
+def write_sanitizer(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    tool = folder / "compute-sanitizer"
+    tool.write_text("\n".join(("#!/bin/sh", *lines)) + "\n")
+    tool.chmod(0o755)
+
+
 @pytest.mark.parametrize(
-    ("output", "status", "is_passed", "figure"),
+    ("output", "status", "result", "figure"),
     [
-        ("ERROR SUMMARY: 0 errors", 0, True, "0 errors in a few steps of a tiny model"),
-        ("ERROR SUMMARY: 2 errors", 1, False, "2 errors in a few steps of a tiny model"),
-        ("no such device", 1, True, "not run: it ended with 1: no such device"),
-        (None, 0, True, "not run: there is no compute-sanitizer"),
+        ("ERROR SUMMARY: 0 errors", 0, "passed", "0 errors in a few steps of a tiny model"),
+        ("ERROR SUMMARY: 2 errors", 1, "FAILED", "2 errors in a few steps of a tiny model"),
+        ("no such device", 1, "not run", "the sanitizer ended with 1: no such device"),
+        (None, 0, "not run", "there is no compute-sanitizer"),
     ],
 )
-def test_memcheck_passes_unless_the_sanitizer_counts_errors(
-    script: Any, tmp_path: Path, monkeypatch: Any, output: str | None, status: int, is_passed: bool, figure: str
+def test_memcheck_passes_if_the_sanitizer_counts_no_errors(
+    script: Any, tmp_path: Path, monkeypatch: Any, output: str | None, status: int, result: str, figure: str
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     script.SANITIZERS = ()
     if output is not None:
-        tool = tmp_path / "compute-sanitizer"
-        tool.write_text(f"#!/bin/sh\necho {output}\nexit {status}\n")
-        tool.chmod(0o755)
-    outcome = script.memcheck(run_of(script))
-    assert (outcome.is_passed, outcome.figure) == (is_passed, figure)
+        write_sanitizer(tmp_path, monkeypatch, f"echo {output}", f"exit {status}")
+    run = run_of(script)
+    run.row(script.Row("memcheck", script.memcheck, 60))
+    assert (run.results[0].result, run.results[0].figure) == (result, figure)
 
 
 def test_memcheck_that_is_killed_by_its_limit_fails(script: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    tool = tmp_path / "compute-sanitizer"
-    tool.write_text("#!/bin/sh\necho begun\nexec sleep 60\n")
-    tool.chmod(0o755)
+    write_sanitizer(tmp_path, monkeypatch, "echo begun", "exec sleep 60")
     run = run_of(script)
     run.row_ends = 0.0
     outcome = script.memcheck(run)

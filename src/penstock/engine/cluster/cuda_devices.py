@@ -30,6 +30,7 @@ else:
     driver.cuDriverGetVersion(ctypes.byref(version))
     print(status, count.value, version.value)
     device, peer, uuid = ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(16)
+    name = ctypes.create_string_buffer(256)
     for number in range(count.value):
         ask = getattr(driver, "cuDeviceGetUuid_v2", None) or driver.cuDeviceGetUuid
         if driver.cuDeviceGet(ctypes.byref(device), number) or ask(uuid, device):
@@ -39,7 +40,8 @@ else:
             if other != number and not driver.cuDeviceGet(ctypes.byref(peer), other):
                 if not driver.cuDeviceCanAccessPeer(ctypes.byref(can), device, peer) and not can.value:
                     apart.append(str(other))
-        print(uuid.raw.hex(), ",".join(apart) or "-")
+        driver.cuDeviceGetName(name, len(name), device)
+        print(uuid.raw.hex(), ",".join(apart) or "-", "slice" if b" MIG " in name.value else "whole")
 """
 PATIENCE = 20.0  # seconds; for the driver's answer
 NO_DEVICE, STUB_LIBRARY = 100, 34  # CUDA_ERROR_…: the two errors that mean no device
@@ -59,6 +61,7 @@ class Devices(NamedTuple):
     uuids: tuple[str, ...] = ()  # as hexadecimal digits; empty: not known
     cuda: tuple[int, int] | None = None  # the newest version of CUDA that the driver knows
     apart: frozenset[tuple[int, int]] = frozenset()  # numbers of devices of which the first cannot reach the second
+    has_slices: bool = False  # (MIG) CUDA shows a process no more than one
 
     def number_of(self, name: str) -> int | None:
         """Returns the number of a device by number or UUID; None: not known."""
@@ -123,14 +126,15 @@ def _asked_of_driver() -> Devices:
     return Devices(
         count,
         f"the driver finds {count} device{'' if count == 1 else 's'}{where}",
-        tuple(uuid for uuid, _ in devices),
+        tuple(uuid for uuid, _, _ in devices),
         (version // 1000, version % 1000 // 10),
         frozenset(
             (number, int(other))
-            for number, (_, apart) in enumerate(devices)
+            for number, (_, apart, _) in enumerate(devices)
             for other in apart.split(",")
             if other.isdecimal()
         ),
+        any(kind == "slice" for _, _, kind in devices),
     )
 
 

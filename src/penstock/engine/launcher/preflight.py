@@ -136,7 +136,10 @@ def _problem_of(name: str, devices: Devices) -> str:
     if devices.number == 0:
         return "no CUDA device can be used"
     if name.isdecimal():
-        return "" if int(name) < devices.number else f"the number {name} names no device"
+        if int(name) < devices.number:
+            return ""
+        hint = " (a process uses one slice, by CUDA_VISIBLE_DEVICES=MIG-…, with one worker)"
+        return f"the number {name} names no device{hint if devices.has_slices else ''}"
     return "" if numbers_of(name, devices.uuids) or not devices.uuids else f"the UUID {name} names no device"
 
 
@@ -149,7 +152,8 @@ def require_cuda(config: EngineConfig) -> None:
     option = f"--devices {config.devices}" if config.devices else f"--device {config.device}"
     for name in config.device_names:
         if problem := _problem_of(name, devices):
-            raise ValueError(f"{option}: {problem}: {devices.reason}; --device cpu does without")
+            other = " and --tensor-transport auto do" if config.tensor_transport == "device" else " does"
+            raise ValueError(f"{option}: {problem}: {devices.reason}; --device cpu{other} without")
     _require_builds(option, devices)
     if config.collectives != "gloo":
         _require_separate(config, option, devices)

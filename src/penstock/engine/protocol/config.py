@@ -330,7 +330,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         wrong = [name for name in names if not DEVICE_NAME.fullmatch(name)]
         if wrong:
             raise ValueError(
-                f"expected numbers or UUIDs (GPU-…, see nvidia-smi -L) of whole devices in devices, got {wrong[0]!r}"
+                f"expected numbers or UUIDs (GPU-…, see nvidia-smi -L) of whole devices in devices, got {wrong[0]!r}: "
+                "a slice (MIG-…) is chosen by CUDA_VISIBLE_DEVICES, and has the number 0 then"
             )
         if len(names) != self.num_workers:
             raise ValueError(f"expected a device for each of {self.num_workers} workers, got devices {self.devices!r}")

@@ -163,6 +163,8 @@ def device_inputs(
         from penstock.tensor.cuda import ReceivedTensors
 
         received = ReceivedTensors(open_handle)
+        if received.driver.legacy_reason:
+            event("device memory is shared by legacy handles", WARNING, why=received.driver.legacy_reason)
     return DeviceInputs(None if store is None else register_store(store), received)
 
 

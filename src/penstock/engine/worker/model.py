@@ -124,7 +124,10 @@ class LoadedModel:
             )
         if device.type == "cuda":
             self._cuda_decoder = find_cuda_decoder(stock.get_decoder(), stock.get_input_embeddings(), probe, ranks)
-        has_head = not isinstance(stock.get_output_embeddings(), nn.Identity)
+        head = stock.get_output_embeddings()
+        has_head = not isinstance(head, nn.Identity)
+        # One product, with nothing after it: ranks gather logits.
+        self._has_plain_head = type(head) is nn.Linear and getattr(head, "bias", None) is None and ranks.size == 1
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None) if has_head else None
 
     def _probe(self) -> Probe:
@@ -186,11 +189,16 @@ class LoadedModel:
         return torch.float32 if self.device.type != "cuda" or self._softcap is not None else self.dtype
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns logits [rows, vocab_size] of hidden states [rows, size], in float32; on a CUDA device, where kernels
-        read other types, in the type of the model."""
-        logits: Tensor = self.stock.get_output_embeddings()(hidden).to(self.logits_dtype)
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        read other types, in the type of the model. `out`: memory for the logits, if the caller has some."""
+        head = self.stock.get_output_embeddings()
+        if out is not None and self._softcap is None and self._has_plain_head:
+            return torch.mm(hidden, head.weight.t(), out=out)
+        logits: Tensor = head(hidden).to(self.logits_dtype)
+        if self._softcap is not None:
+            return torch.mul(torch.tanh(logits / self._softcap), self._softcap, out=out)
+        return logits if out is None else out.copy_(logits)
 
 
 def load(
@@ -203,10 +211,13 @@ def load(
     *,
     has_head: bool = True,
     utilization: float = 1.0,
+    request_tokens: int = 0,
+    reserved: int = 0,
 ) -> LoadedModel:
     """Loads this rank's shard of a model, and of its adapters; None: LoRA is not enabled. `dtype`: "auto" for that of
     config.json. `shared`: weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden
-    states as `logits`; the files need no weights of the head. `utilization`: of the memory of a CUDA device.
+    states as `logits`; the files need no weights of the head. `utilization`: of the memory of a CUDA device, which has
+    to have room for keys and values of `request_tokens` and for `reserved` bytes, too.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks, or a device has no room.
     """
@@ -231,7 +242,7 @@ def load(
     if device.type == "cpu":
         load_on_cpu(stock, path, slices, device, shared)
     else:
-        require_memory(stock, ranks, device, utilization)
+        require_memory(stock, ranks, device, utilization, request_tokens, reserved)
         weight_loader.load(stock, path, slices, device)
     event("weights are loaded", DEBUG)
     replace_patch_convolutions(stock)
@@ -246,16 +257,31 @@ def load(
     return model
 
 
-def require_memory(stock: nn.Module, ranks: TPGroup, device: torch.device, utilization: float) -> None:
-    """Raises ValueError on all ranks if a CUDA device has no room for the weights, which have not been read."""
-    nbytes = sum(parameter.nbytes for parameter in stock.parameters())
+def require_memory(
+    stock: Any, ranks: TPGroup, device: torch.device, utilization: float, request_tokens: int, reserved: int
+) -> None:
+    """Raises ValueError on all ranks if a CUDA device has no room for the weights, which have not been read, and one
+    request."""
+    weights = sum(parameter.nbytes for parameter in stock.parameters())
+    request = request_tokens * kv_nbytes_of_token(stock)
     unused, total = torch.cuda.mem_get_info(device)
     room = utilization * total - (total - unused)
-    if not ranks.least(int(nbytes < room)):
+    if not ranks.least(int(weights + request + reserved < room)):
+        sizes = f"{weights / 2**30:.2f} GiB of weights"
+        if request:
+            sizes += f", {request / 2**30:.2f} GiB for keys and values of {request_tokens} tokens"
         raise ValueError(
-            f"no room for the weights: {nbytes / 2**30:.2f} GiB, and {room / 2**30:.2f} GiB of the device are free for "
-            "them: raise --gpu-memory-utilization or --tensor-parallel-size, or end other processes"
+            f"no room for one request: {sizes} and {reserved / 2**30:.2f} GiB for graphs and images are needed, and "
+            f"{max(0, room) / 2**30:.2f} GiB of the device are free for them: raise --gpu-memory-utilization or "
+            "--tensor-parallel-size, lower --max-model-len, or end other processes"
         )
+
+
+def kv_nbytes_of_token(stock: Any) -> int:
+    """Returns the bytes of a token's keys and values on this rank, by the shapes of projections: the least."""
+    layers = dict(stock.get_decoder().named_modules())
+    sizes = [layer.weight.shape[0] for name, layer in layers.items() if name.endswith((".k_proj", ".v_proj"))]
+    return int(sum(sizes)) * int(stock.dtype.itemsize)
 
 
 def import_family(path: Path) -> None:

@@ -122,8 +122,10 @@ class ModelRunner:
         parts = files.fingerprint.digest, files.weights_identity, dtype, self._ranks.rank, self._ranks.size, has_head
         shared = SharedWeights.open(weight_file, *parts, check=files.require_unchanged)
         self._model = models.load(
-            Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, utilization=memory_utilization
-        )
+            Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, utilization=memory_utilization,
+            request_tokens=(max_blocks_per_request or 1) * block_size if blocks is None else 0,
+            reserved=KEPT_NBYTES if blocks is None else 0,
+        )  # fmt: skip
         files.require_unchanged()
         self.model = files.fingerprint.word
         self.vocabulary: int = self._model.vocab_size

@@ -101,7 +101,7 @@ class ReceivedTensors:
     def __init__(self, open_handle: Callable[[Handle], Lease], *, driver: Driver | None = None) -> None:
         """`open_handle`: opens what travels by the store. `driver`: None for that of torch's current device."""
         self._open_handle = open_handle
-        self._driver = driver or driver_of()
+        self.driver = driver or driver_of()
         self._tensors: OrderedDict[str, CudaTensors] = OrderedDict()  # by the ticket of the pool
 
     def resolve(self, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class ReceivedTensors:
 
     def flush(self) -> None:
         """Gives back tensors that the device has done with. Any thread may call it."""
-        self._driver.in_flight.poll()
+        self.driver.in_flight.poll()
 
     def close(self) -> None:
         """Closes the pools of senders. Tensors that are viewed keep their memory."""
@@ -127,7 +127,7 @@ class ReceivedTensors:
     def _tensor(self, entry: Mapping[str, Any]) -> Any:
         decoded = msgspec.msgpack.decode(entry[ENTRY], type=DeviceEntry)
         if isinstance(decoded.ref, HostRef):
-            return self._open_handle(decoded.ref.handle).value(self._driver.as_)
+            return self._open_handle(decoded.ref.handle).value(self.driver.as_)
         try:
             return self._sender(decoded.pool).view(decoded.ref)
         except (StaleRef, PeerDied, LayoutMismatch) as gone:
@@ -136,8 +136,8 @@ class ReceivedTensors:
     def _sender(self, ticket: str) -> CudaTensors:
         tensors = self._tensors.get(ticket)
         if tensors is None:
-            pool = CudaPool.attach(ticket, driver=self._driver)
-            tensors = self._tensors[ticket] = CudaTensors(pool, None, driver=self._driver)
+            pool = CudaPool.attach(ticket, driver=self.driver)
+            tensors = self._tensors[ticket] = CudaTensors(pool, None, driver=self.driver)
             if len(self._tensors) > MAX_POOLS:
                 _close(self._tensors.popitem(last=False)[1])
         self._tensors.move_to_end(ticket)

@@ -57,6 +57,7 @@ class Driver(Protocol):
     uuid: bytes  # of the device: 16 bytes, the same in every process
     as_: As  # how an array of host memory must be shown for copy() to take it
     in_flight: DeferredReleases  # of this process
+    legacy_reason: str  # why processes share memory by legacy handles, on this device alone; "": by descriptors
     readers: frozenset[bytes]  # uuids of devices that can reach this device's memory; its own is among them
 
     # ── memory ──

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +78,7 @@ class TorchDriver:
         self.uuid = self._uuid_of(number)
         (self._context,) = self._ask("cuDevicePrimaryCtxRetain", number)
         self._virtual: VirtualMemory | None = None
+        self.legacy_reason = ""
         self.readers = self._peers = frozenset({self.uuid})
         if VirtualMemory.is_supported(driver, self._ask, number):
             numbers = {index: self._ask("cuDeviceGet", index)[0] for index in range(torch.cuda.device_count())}
@@ -88,6 +88,8 @@ class TorchDriver:
             if self._virtual is not None:
                 self.readers |= {self._uuid_of(numbers[index]) for index in readers}
                 self._peers |= {self._uuid_of(other) for other in numbers.values() if self._can_reach(number, other)}
+        else:
+            self.legacy_reason = "the driver has no memory behind descriptors"
 
     # ── memory ──
     def allocate(self, nbytes: int) -> int:
@@ -243,7 +245,7 @@ class TorchDriver:
                     if error.result != OUT_OF_MEMORY:  # which says nothing about sharing
                         raise
         except (DeviceError, OSError) as error:
-            warnings.warn(f"device memory is shared by legacy handles: {error}", RuntimeWarning, stacklevel=2)
+            self.legacy_reason = str(error)
             return None
         return memory
 

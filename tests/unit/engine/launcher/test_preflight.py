@@ -251,6 +251,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Devices], None]:
     ("devices", "options", "text"),
     [
         (0, {}, "--device cuda: no CUDA device can be used: because"),
+        (
+            0,
+            {"tensor_transport": "device", "store_nbytes": 1 << 20},
+            "because; --device cpu and --tensor-transport auto do without",
+        ),
         (1, PAIR, "the number 1 names no device: because"),
         (3, {**PAIR, "data_parallel_size": 2}, "the number 3 names no device"),
         (1, {"device": "cuda:1"}, "--device cuda:1: the number 1 names no device"),
@@ -347,7 +352,7 @@ def driver(answer: str) -> Callable[..., Any]:
     ("answer", "number", "reason"),
     [
         ("absent\n", 0, "there is no NVIDIA driver"),
-        ("0 2 13020\n00ff 1\n11ff 0\n", 2, "finds 2 devices"),
+        ("0 2 13020\n00ff 1 whole\n11ff 0 slice\n", 2, "finds 2 devices"),
         ("100 0 13020\n", 0, "finds no device"),
         ("999 0 0\n", None, "answers with error 999"),
         ("libcuda.so.1: cannot allocate memory\n", None, "cannot allocate memory"),
@@ -364,6 +369,27 @@ def test_number_of_cuda_devices_is_known_only_from_nvidia_smi(
     assert devices.uuids == (("00ff", "11ff") if number else ())
     assert devices.cuda == ((13, 2) if number else None)
     assert devices.apart == ({(0, 1), (1, 0)} if number else set())
+    assert devices.has_slices == bool(number)
+
+
+@pytest.mark.parametrize("options", [{"devices": "1"}, {"tensor_parallel_size": 2}])
+def test_second_slice_of_a_device_is_refused(
+    model: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA shows a process one slice, chosen by CUDA_VISIBLE_DEVICES or not."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0011")
+    monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
+    monkeypatch.setattr(subprocess, "run", driver("0 1 13020\n00ff - slice\n"))
+    text = refusal(model, device="cuda", **options)
+    assert "the number 1 names no device (a process uses one slice, by CUDA_VISIBLE_DEVICES=MIG-…" in text
+    assert "finds 1 device (CUDA_VISIBLE_DEVICES='MIG-0011')" in text
+
+
+def test_slice_that_is_not_there_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0011")
+    monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
+    monkeypatch.setattr(subprocess, "run", driver("100 0 13020\n"))
+    assert "the driver finds no device (CUDA_VISIBLE_DEVICES='MIG-0011'); --device cpu" in refusal(model, device="cuda")
 
 
 def test_a_driver_that_cannot_be_asked_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

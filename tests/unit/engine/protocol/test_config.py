@@ -63,7 +63,10 @@ def test_config_is_immutable() -> None:
         ({"device": "cuda:x", "model": "m"}, "expected device to be cpu, cuda, or cuda:N"),
         ({"devices": "1", "model": "m"}, "devices '1' need device 'cuda', got 'cpu'"),
         ({"device": "cuda", "devices": "0,1", "model": "m"}, "a device for each of 1 workers, got devices '0,1'"),
-        ({"device": "cuda", "devices": "MIG-1", "model": "m"}, "numbers or UUIDs .* of whole devices .*, got 'MIG-1'"),
+        (
+            {"device": "cuda", "devices": "MIG-1", "model": "m"},
+            "numbers or UUIDs .* of whole devices .*, got 'MIG-1': a slice .* CUDA_VISIBLE_DEVICES",
+        ),
         (
             {"device": "cuda", "devices": "1,1", "tensor_parallel_size": 2, "model": "m"},
             "device 1 is twice in devices, which NCCL refuses: .* or collectives 'gloo'",

@@ -15,7 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 
-from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
+from penstock.engine.worker.cuda.graphs import CudaGraphs, InvalidatedCapture  # noqa: E402
 from penstock.engine.worker.input_batch import moved  # noqa: E402
 from tests.support.cuda_double import CUDA, CudaDouble  # noqa: E402
 
@@ -178,7 +178,7 @@ def test_memory_of_a_graph_is_kept(double: CudaDouble, numbers: torch.Tensor) ->
 def test_graph_that_copies_from_or_to_the_host_is_refused(
     copy: Callable[[], torch.Tensor], double: CudaDouble, numbers: torch.Tensor
 ) -> None:
-    with pytest.raises(RuntimeError, match="invalidated"):
+    with pytest.raises(RuntimeError, match="not permitted"):
         CudaGraphs().record(lambda: numbers * copy().numel())
 
 
@@ -221,7 +221,7 @@ def test_graph_is_recorded_after_a_warm_up_without_synchronization() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "calls", "why"), [({"reads": True}, 2, "synchronizing"), ({"fails_at": 3}, 3, "invalidated")]
+    ("options", "calls", "why"), [({"reads": True}, 2, "synchronizing"), ({"fails_at": 3}, 3, "cannot be recorded")]
 )
 def test_graph_that_cannot_be_recorded_leaves_the_device_as_it_was(
     options: dict[str, Any], calls: int, why: str
@@ -233,3 +233,37 @@ def test_graph_that_cannot_be_recorded_leaves_the_device_as_it_was(
         assert len(compute.calls) == calls and double.tape is None
         assert torch.cuda.current_stream() is torch.cuda.default_stream() and torch.cuda.get_sync_debug_mode() == 0
         assert graphs.record(Recorded(double))().tolist() == [3, 3]
+
+
+def test_capture_that_is_invalidated_stays_underway(double: CudaDouble, numbers: torch.Tensor) -> None:
+    """As in torch: the allocator can neither return memory nor begin another capture."""
+    stream = torch.cuda.Stream()
+    with (
+        pytest.raises(RuntimeError, match="previous error during capture") as raised,
+        torch.cuda.stream(stream),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+    ):
+        numbers.sum().item()
+    assert "not permitted when stream is capturing" in str(raised.value.__context__)
+    with pytest.raises(RuntimeError, match="captures_underway"):
+        torch.cuda.empty_cache()
+    with (
+        pytest.raises(RuntimeError, match="captures_underway"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+    ):
+        pass
+
+
+def test_capture_that_is_invalidated_is_told_from_one_that_fails(double: CudaDouble, numbers: torch.Tensor) -> None:
+    """Libraries may wait where torch does not see it: only the capture finds out."""
+
+    def compute() -> torch.Tensor:
+        return numbers * (2 if double.tape is None else numbers.sum().item())
+
+    graphs = CudaGraphs()
+    with pytest.raises(RuntimeError, match="cannot be recorded"):
+        graphs.record(Recorded(double, fails_at=3))
+    torch.cuda.empty_cache()
+    with pytest.raises(InvalidatedCapture, match="not permitted when stream is capturing"):
+        graphs.record(compute)
+    assert torch.cuda.current_stream() is torch.cuda.default_stream()

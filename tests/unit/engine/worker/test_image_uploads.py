@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from penstock.engine.worker import image_encoder  # noqa: E402
 from penstock.engine.worker.cuda.pending_step import CudaPendingStep  # noqa: E402
 from penstock.engine.worker.image_encoder import DeviceInputs, ImageEncoder, Unusable  # noqa: E402
 from penstock.tensor import Handle, Lease  # noqa: E402
-from penstock.tensor.cuda import CudaPool, CudaTensors, DeviceScope, Uploads  # noqa: E402
+from penstock.tensor.cuda import CudaPool, CudaTensors, DeviceScope, Uploads, torch_driver  # noqa: E402
+from penstock.tensor.cuda.virtual_memory import VirtualMemory  # noqa: E402
 from tests.conftest import eventually  # noqa: E402
 from tests.support.libcuda import has_device, open_device  # noqa: E402
 
@@ -71,6 +73,20 @@ def test_store_that_cannot_be_registered_is_no_source(monkeypatch: pytest.Monkey
     with device_of_tests(), Store(1 << 20) as store:
         monkeypatch.setattr(Uploads, "refusals", lambda uploads: ["no room for so many pinned pages"])
         assert image_encoder.register_store(store) is None
+
+
+@pytest.mark.skipif(has_device(), reason="a device shares memory by descriptors, or not")
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_worker_says_once_that_device_memory_is_shared_by_legacy_handles(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(VirtualMemory, "is_supported", lambda *_: not is_refused)
+    torch_driver._driver.cache_clear()
+    with device_of_tests(), caplog.at_level(logging.INFO, "penstock.engine"):
+        image_encoder.device_inputs(torch.device("cuda", 0), None, Handle.open, receives_tensors=True)
+    torch_driver._driver.cache_clear()
+    fields = [getattr(record, "fields", {}) for record in caplog.records if "legacy handles" in record.message]
+    assert fields == ([{"why": "the driver has no memory behind descriptors"}] if is_refused else [])
 
 
 def test_image_is_released_when_its_step_is_done_and_no_other_follows() -> None:

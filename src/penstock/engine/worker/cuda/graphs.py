@@ -12,6 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from penstock.engine.cluster.process import CannotStart
+
+
+class InvalidatedCapture(CannotStart):
+    """CUDA has invalidated a capture, and torch's allocator counts the capture as underway until the process ends: it
+    returns no memory to the device, and begins no other capture."""
+
 
 class CudaGraphs:
     """Records graphs on the current device. All graphs share one memory pool: the result of a replay is valid until the
@@ -23,7 +30,8 @@ class CudaGraphs:
 
     def record(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Records what `compute` does, in three calls of it, and returns the replay. Raises RuntimeError if `compute`
-        synchronizes with the device or does something else that cannot be recorded; the device stays usable."""
+        synchronizes with the device or does something else that cannot be recorded; the device stays usable. Raises
+        InvalidatedCapture if only the capture finds that out."""
         now = torch.cuda.current_stream()
         self._stream.wait_stream(now)
         try:
@@ -40,8 +48,16 @@ class CudaGraphs:
             stream=self._stream,
             capture_error_mode="thread_local",  # NCCL's thread looks at its events meanwhile
         )
-        with torch.cuda.stream(self._stream), recording:  # a recording that fails does not go back to `now` by itself
-            outcome = compute()
+        try:
+            with torch.cuda.stream(self._stream), recording:  # a capture that fails may not go back to `now` by itself
+                outcome = compute()
+        except Exception as error:
+            try:
+                torch.cuda.empty_cache()
+            except RuntimeError:
+                cause = error.__context__ or error  # the end of an invalidated capture raises an error, too
+                raise InvalidatedCapture(f"{type(cause).__name__}: {cause}".partition("\n")[0]) from error
+            raise
 
         def replay() -> Tensor:
             graph.replay()

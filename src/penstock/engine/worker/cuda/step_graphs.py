@@ -24,6 +24,7 @@ from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
 from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.cuda.attention import CudaAttention, RowTensors
+from penstock.engine.worker.cuda.graphs import InvalidatedCapture
 from penstock.engine.worker.cuda.state import DeviceState
 from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, StepInput, graph_sizes
 from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler
@@ -31,7 +32,7 @@ from penstock.engine.worker.input_batch import pinned
 from penstock.engine.worker.model import LoadedModel
 from penstock.engine.worker.paged_attention import KVCache
 
-REFUSED, NO_MEMORY, RECORDED = range(3)  # the state of a size on a rank: the least of all ranks counts
+INVALIDATED, REFUSED, NO_MEMORY, RECORDED = range(4)  # the state of a size on a rank: the least of all ranks counts
 HINT = "lower --gpu-memory-utilization"
 MAX_LENGTH = 1 << 30  # of a prompt: all have short rotary frequencies
 MAX_TOKENS = 2048  # of a recorded step with chunks: beyond, the device computes longer than the host needs to launch
@@ -54,7 +55,6 @@ class Recordings:
         self._all_sizes = sizes
         self.sizes: list[int] = []  # of the graphs, in order
         self._replays: dict[int, Replay] = {}
-        self._result: Tensor | None = None  # of the largest graph; the results of the other graphs are copied into it
 
     def __len__(self) -> int:
         return len(self._replays)
@@ -64,9 +64,8 @@ class Recordings:
     ) -> None:
         """Records steps of all sizes. The larger ones come first: the smaller ones share their memory.
 
-        All graphs write one result: logits of its own would be kept for each graph, outside the shared memory.
-
         A size for which a rank lacks memory is left out. Without any graph from some size on, larger steps run without.
+        Raises InvalidatedCapture on all ranks if a rank cannot go on.
         """
         if self._recorder is None:
             return
@@ -78,10 +77,14 @@ class Recordings:
                 lacking.append(size)
                 why = reason
                 torch.cuda.empty_cache()
+            elif state == INVALIDATED:
+                raise InvalidatedCapture(
+                    f"the CUDA graph of a {kind} step of size {size} was invalidated ({reason}), and this process can "
+                    "no longer return memory to the device: --enforce-eager runs steps without graphs"
+                )
             elif state == REFUSED:
                 event(f"{kind} steps are not recorded", WARNING, why=reason, size=size)
                 self._replays.clear()
-                self._result = None
                 return
         self.sizes = sorted(self._replays)
         if lacking:
@@ -92,13 +95,7 @@ class Recordings:
         self, size: int, recorder: GraphRecorder, compute: Callable[[int], Tensor], prepare: Callable[[int], None]
     ) -> tuple[int, str]:
         """Returns the least state of all ranks, and why this rank cannot record the size."""
-        attempt, replay, results = Attempt(), None, list[Tensor]()
-
-        def compute_shared() -> Tensor:
-            results.clear()  # first, so that no two results are held
-            results.append(self._shared(compute(size)))
-            return results[0]
-
+        attempt, replay = Attempt(), None
         with attempt:
             prepare(size)
             if self._ranks.size > 1:
@@ -109,16 +106,11 @@ class Recordings:
         state = self._ranks.least(attempt.state)
         if state == RECORDED:
             with attempt:
-                replay = recorder.record(compute_shared)
+                replay = recorder.record(lambda: compute(size))
             state = self._ranks.least(attempt.state)
         if state == RECORDED and replay is not None:
             self._replays[size] = replay
-            if self._result is None:
-                self._result = results[0]
         return state, attempt.why
-
-    def _shared(self, result: Tensor) -> Tensor:
-        return result if self._result is None else self._result[: result.shape[0]].copy_(result)
 
     def padded(self, size: int) -> int | None:
         """Returns the least recorded size from `size` up; None: there is none."""
@@ -142,6 +134,9 @@ class Attempt:
         if not isinstance(error, Exception) or isinstance(error, torch.distributed.DistError):
             return False
         cause = error.__context__ or error  # the end of a failed recording raises an error of its own
+        if isinstance(error, InvalidatedCapture):
+            self.state, self.why = INVALIDATED, str(error)
+            return True
         lacks_memory = torch.OutOfMemoryError in (type(cause), type(error)) or "out of memory" in str(cause)
         self.state = NO_MEMORY if lacks_memory else REFUSED
         self.why = f"{type(cause).__name__}: {cause}".partition("\n")[0]
@@ -158,13 +153,15 @@ class DecodeSteps:
         state: DeviceState,
         sampler: StepSampler,
         recorder: GraphRecorder | None,
+        result: Tensor | None,
         num_position_axes: int,
     ) -> None:
-        """`recorder`: None if steps run without graphs."""
+        """`recorder`: None if steps run without graphs. `result`: of all graphs; see `shared_result`."""
         self._model = model
         self._memory = memory
         self._state = state
         self._sampler = sampler
+        self._result = result
         self._axes = num_position_axes
         self._slots = slots = state.rows.shape[0]
         self.graphs = Recordings(model, recorder, [*(rows for rows in padded_rows(slots) if rows < slots), slots])
@@ -198,7 +195,7 @@ class DecodeSteps:
             self._memory, state.table, places, RowTensors(slots, lengths, lengths), None, self._slots
         )
         hidden = self._model.hidden(attention, ids, positions[0] if self._axes == 1 else positions)
-        logits = self._model.logits(hidden)
+        logits = self._model.logits(hidden, None if self._result is None else self._result[:rows])
         self._sampler.sample(StepLogits(logits, slots))
         return logits
 
@@ -213,15 +210,17 @@ class MixedSteps:
         state: DeviceState,
         sampler: StepSampler,
         recorder: GraphRecorder | None,
+        result: Tensor | None,
         token_budget: int,
         queries: int,
         num_position_axes: int,
     ) -> None:
-        """`queries`: tokens of an item of chunks."""
+        """`result`: of all graphs; see `shared_result`. `queries`: tokens of an item of chunks."""
         self._model = model
         self._memory = memory
         self._state = state
         self._sampler = sampler
+        self._result = result
         largest = min(token_budget, MAX_TOKENS)
         sizes = [*(size for size in padded_tokens() if size < largest), largest]
         slots = state.rows.shape[0]
@@ -249,9 +248,16 @@ class MixedSteps:
     def _compute(self, size: int) -> Tensor:
         tensors = self._layouts[size].tensors(self._numbers, self._state, self._memory)
         hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions)
-        logits = self._model.logits(hidden[tensors.last])
+        rows = tensors.last.shape[0]
+        logits = self._model.logits(hidden[tensors.last], None if self._result is None else self._result[:rows])
         self._sampler.sample(StepLogits(logits, tensors.sampled))
         return logits
+
+
+def shared_result(model: LoadedModel, slots: int) -> Tensor:
+    """Returns memory for the logits of one step, to which all graphs write: else each graph would keep logits of its
+    own, outside the memory that graphs share. A step reads its logits before the next step, in order of the stream."""
+    return torch.empty((slots, model.vocab_size), dtype=model.logits_dtype, device=model.device)
 
 
 def padded_rows(slots: int) -> list[int]:

@@ -15,7 +15,7 @@ from penstock.engine.protocol.messages import Ints, Step
 from penstock.engine.worker.cpu_decoder import AdapterRun
 from penstock.engine.worker.cuda.attention import FEW_ROWS
 from penstock.engine.worker.cuda.state import DeviceState, JoinedSample
-from penstock.engine.worker.cuda.step_graphs import DecodeSteps, GraphRecorder, MixedSteps
+from penstock.engine.worker.cuda.step_graphs import DecodeSteps, GraphRecorder, MixedSteps, shared_result
 from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, InputSizes, StepInput, StepTensors, chunk_queries
 from penstock.engine.worker.cuda.step_room import StepRoom
 from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler, TokenChooser
@@ -68,8 +68,9 @@ class CudaSteps:
         self.state.compile()
         self.sampler.compile(model.logits_dtype)
         self._compile()
-        self._decode = DecodeSteps(model, memory, self.state, self.sampler, recorder, axes)
-        self._mixed = MixedSteps(model, memory, self.state, self.sampler, recorder, tokens, self._queries, axes)
+        result = None if recorder is None else shared_result(model, slots)
+        self._decode = DecodeSteps(model, memory, self.state, self.sampler, recorder, result, axes)
+        self._mixed = MixedSteps(model, memory, self.state, self.sampler, recorder, result, tokens, self._queries, axes)
         self._mixed.prepare()  # first: decode steps share its memory
         self._decode.prepare()
 

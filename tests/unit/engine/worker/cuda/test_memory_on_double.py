@@ -16,7 +16,10 @@ from tests.support.interpreter import require_interpreter
 require_interpreter()
 
 from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
+from penstock.engine.worker import weight_loader  # noqa: E402
 from penstock.engine.worker.encoding_exchange import EncoderOptions  # noqa: E402
+from penstock.engine.worker.model import kv_nbytes_of_token  # noqa: E402
+from penstock.engine.worker.paged_attention import KVCache  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.cuda_double import CudaDouble  # noqa: E402
 from tests.unit.engine.worker.cuda.test_engine_on_double import BUDGET, OnDouble  # noqa: E402
@@ -59,6 +62,19 @@ def test_allocation_that_fails_ends_no_worker_and_changes_no_answer(
         num_answered += len(answered)
     assert num_failed > len(places) / 2 and num_answered > len(places) / 2
     assert runner.ask(requests, **options).answers == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_vl"])
+def test_request_without_room_is_refused_before_weights_are_read(
+    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = family(name)
+    model = OnDouble(of, monkeypatch).runner._model
+    assert kv_nbytes_of_token(model.stock) == KVCache.nbytes_of_block(model.shapes, 1, model.dtype)
+    monkeypatch.setattr(weight_loader, "load", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr("penstock.engine.worker.model_runner.KEPT_NBYTES", 1 << 20)
+    with pytest.raises(ValueError, match=r"no room for one request: .* of 160000000 tokens .* --max-model-len"):
+        OnDouble(of, monkeypatch, blocks=None, max_blocks_per_request=10_000_000, block_size=16)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
