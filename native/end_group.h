@@ -12,6 +12,7 @@ namespace penstock {
 
 // The watcher breaks it, for it learns of every death (Watcher::break_group), and then rings the bells of all members.
 // The watcher may drop the last reference, also while the interpreter ends: no reference may be one to a Python object.
+// So nanobind shares the object itself, by `shared_from_this`.
 class EndGroup : public std::enable_shared_from_this<EndGroup> {
    public:
     bool is_broken() const { return is_broken_.load(RELAXED) != 0; }  // the bell orders it

@@ -160,7 +160,8 @@ def _read_all(connections: Iterable[socket.socket], seconds: float) -> None:
         time.sleep(READ_POLL_S)
         for connection in connections:
             with contextlib.suppress(BlockingIOError):
-                if END in connection.recv(1 << 20, socket.MSG_DONTWAIT):
+                data = connection.recv(1 << 20, socket.MSG_DONTWAIT)
+                if not data or END in data:
                     raise Failed("a stream ended before it was measured")
 
 

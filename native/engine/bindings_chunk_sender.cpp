@@ -18,8 +18,8 @@ using Words = nb::ndarray<u64, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Rows = Array<u16, nb::ndim<1>>;
 
 struct OwnedCounters {
-    OwnedCounters(Words words, u64 tokens, u64 histogram, std::vector<double> bounds)
-        : words(std::move(words)), counters(at(tokens, 1), at(histogram, bounds.size() + 2), std::move(bounds)) {}
+    OwnedCounters(Words words, u64 tokens, u64 histogram, const std::vector<double>& bounds)
+        : words(std::move(words)), counters(at(tokens, 1), at(histogram, bounds.size() + 2), bounds) {}
 
     Counter* at(u64 word, u64 count) {
         if (word > words.size() || count > words.size() - word)
@@ -56,7 +56,8 @@ nb::object send(ChunkSender& sender, u64 rows, const Int32Array& numbers, const 
     std::vector<RowLeft> left;
     std::vector<TextRest> rests;
     {
-        python::GilRelease released;
+        std::optional<python::GilRelease> released;  // another thread may keep the interpreter for 5 ms then
+        if (sender.size() != 0) released.emplace();
         sender.send(delta, left, rests);
     }
     nb::list rows_left, texts;
@@ -70,7 +71,7 @@ nb::object send(ChunkSender& sender, u64 rows, const Int32Array& numbers, const 
 
 void bind_chunk_sender(nb::module_& m) {
     nb::class_<OwnedCounters>(m, "TokenCounters", "Counters of an engine's tokens, in the row of a server process.")
-        .def(nb::init<Words, u64, u64, std::vector<double>>(), "words"_a, "tokens"_a, "histogram"_a, "bounds"_a,
+        .def(nb::init<Words, u64, u64, const std::vector<double>&>(), "words"_a, "tokens"_a, "histogram"_a, "bounds"_a,
              nb::sig("def __init__(self, words: Any, tokens: int, histogram: int, bounds: "
                      "collections.abc.Sequence[float]) -> None"),
              "`words`: of 64 bits, which stay in memory. `tokens`, `histogram`: indices of words. The histogram has "

@@ -75,6 +75,7 @@ struct TextRest {
     u64 text_at, nbytes, sent;
 };
 
+// Of one thread: `send` is called without the interpreter, and there is no lock.
 class ChunkSender {
    public:
     // `is_chunked`: text is framed as a chunk of HTTP/1.1. `keeps_ids`: the ids are a part of the progress.
@@ -100,8 +101,7 @@ class ChunkSender {
     void send(const DeltaRows& delta, std::vector<RowLeft>& left, std::vector<TextRest>& rests) {
         require_fit(delta);
         std::vector<bool> is_last(delta.rows);
-        for (u64 at = 0; at < delta.num_finished; ++at)
-            if (delta.finished[at] < delta.rows) is_last[delta.finished[at]] = true;
+        for (u64 at = 0; at < delta.num_finished; ++at) is_last[delta.finished[at]] = true;
         u64 text_at = 0, id_at = 2 * delta.rows;
         for (u64 row = 0; row < delta.rows; ++row) {
             i32 request = delta.numbers[row], nbytes = delta.numbers[delta.rows + row];
@@ -137,6 +137,9 @@ class ChunkSender {
             nbytes += static_cast<u64>(length);
             if (delta.counts != nullptr) ids += delta.counts[row];
         }
+        for (u64 at = 0; at < delta.num_finished; ++at)
+            if (delta.finished[at] >= delta.rows)
+                throw std::invalid_argument(format("expected a row that ends, got %u", delta.finished[at]));
         if (nbytes > delta.nbytes || ids > delta.num_numbers - 2 * delta.rows)
             throw std::invalid_argument(format(
                 "expected texts of %llu bytes and %llu ids, got %llu and %llu", static_cast<unsigned long long>(nbytes),

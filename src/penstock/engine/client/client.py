@@ -430,7 +430,10 @@ class Client:
                 stream.prompt_logprobs.append(entry)
         text, finished = bytes(message.text), message.finished
         columns = message.counts, message.samples, None if finished is None else finished.rows
-        left, rests = self._sender.send(message.rows, message.numbers, text, *columns)
+        try:
+            left, rests = self._sender.send(message.rows, message.numbers, text, *columns)
+        except ValueError as error:  # before anything of the message was sent
+            return event("malformed message", logging.ERROR, error=error)
         for request, at, nbytes, sent in rests:
             streams[request].write_rest(text[at : at + nbytes], sent)
         for request, chunk in split_delta(message, left):

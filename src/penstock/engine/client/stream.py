@@ -114,7 +114,7 @@ class OutputStream:
         self.place = Placement(request, group, incarnation)  # the last one, while the request waits for a group
         self.submitted = submitted
         self.prompt_tokens = prompt_tokens
-        self.completion_tokens = 0
+        self.completion_tokens = 0  # without those since `count_sent`, while the sender writes chunks
         self.cached_tokens = 0
         self.reasoning_tokens = 0
         self.samples = samples
@@ -309,12 +309,11 @@ def take_vector(handle: Handle, store: Store | None) -> Floats | None:
 RowLeft = tuple[int, int, int, int, int, int, int]  # of `ChunkSender.send`
 
 
-def split_delta(delta: Delta, left: Sequence[RowLeft] | None = None) -> Iterator[tuple[int, OutputChunk]]:
-    """Yields the request number and the chunk of each row in `left`; None: of each row."""
-    text = bytes(delta.text)
-    if left is None:
-        left, _ = ChunkSender().send(delta.rows, delta.numbers, text, delta.counts, delta.samples)
-    numbers: list[int] = delta.numbers.tolist() if left else []
+def split_delta(delta: Delta, left: Sequence[RowLeft]) -> Iterator[tuple[int, OutputChunk]]:
+    """Yields the request number and the chunk of each row that the sender has left."""
+    if not left:
+        return iter(())
+    text, numbers = bytes(delta.text), delta.numbers.tolist()
     splitter = None if delta.logprobs is None else _LogprobsSplitter(delta.logprobs, len(delta.ids))
     chunks: dict[int, tuple[int, OutputChunk]] = {}
     for row, request, sample, text_at, nbytes, at, count in left:
@@ -332,9 +331,10 @@ def split_delta(delta: Delta, left: Sequence[RowLeft] | None = None) -> Iterator
             chunk.calls = 0 if finished.calls is None else int(finished.calls[end])
     if delta.began is not None:
         for row, cached in zip(delta.began.rows.tolist(), delta.began.cached.tolist(), strict=True):
-            chunks[row][1].cached = cached
-    for row, vector in enumerate(delta.vectors):
-        chunks[row][1].vector_handle = vector
+            if row in chunks:
+                chunks[row][1].cached = cached
+    for (_, chunk), vector in zip(chunks.values(), delta.vectors, strict=False):
+        chunk.vector_handle = vector
     return iter(chunks.values())
 
 

@@ -167,7 +167,7 @@ class HttpExchange:
 
     def idle_socket(self, leave: Callable[[], None]) -> tuple[int, bool] | None:
         """Returns the descriptor of a connection without unsent bytes, and whether a chunk is framed; `leave` is called
-        before the connection is closed. None: `write_chunk` must do it."""
+        when the client disconnects, before the descriptor is closed. None: `write_chunk` must do it."""
         if not self.has_begun or self.is_complete or self.is_disconnected or self._unsent_nbytes is not None:
             return None
         descriptor = self._carrier.idle_descriptor

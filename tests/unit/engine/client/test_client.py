@@ -9,10 +9,10 @@ import pytest
 
 from penstock.engine.client import groups
 from penstock.engine.client.groups import SLACK, Router
-from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream, split_delta
+from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream
 from penstock.engine.client.submitted_request import BEGINNING, traces
 from penstock.engine.protocol.messages import Began, Delta, Finished, FinishReason, Logprobs
-from tests.support.columns import ints, slots
+from tests.support.columns import chunks_of, ints, slots
 from tests.support.loops import in_a_loop
 
 
@@ -70,7 +70,7 @@ def test_each_row_of_a_delta_gets_its_own() -> None:
         ),
         began=Began(slots(2), ints(16)),
     )
-    (first, start), (second, other), (third, last) = split_delta(delta)
+    (first, start), (second, other), (third, last) = chunks_of(delta)
     assert (first, second, third) == (10, 11, 10)
     assert (start.text, start.ids, start.sample, start.reason) == ("é", [1, 2], 0, None)
     assert (other.text, other.ids, other.reason, other.stop) == ("", [], FinishReason.LENGTH, None)
@@ -82,9 +82,7 @@ def test_each_row_of_a_delta_gets_its_own() -> None:
 
 def test_delta_with_equal_counts_of_logprobs_is_split() -> None:
     values = np.arange(6, dtype=np.float32)
-    chunks = list(
-        split_delta(Delta(2, ints(1, 2, 0, 0, 7, 8), b"", logprobs=Logprobs(ints(*range(6)), values, ints(4, 5))))
-    )
+    chunks = chunks_of(Delta(2, ints(1, 2, 0, 0, 7, 8), b"", logprobs=Logprobs(ints(*range(6)), values, ints(4, 5))))
     cut = [chunk.logprobs for _, chunk in chunks]
     assert [part.ids.tolist() for part in cut if part] == [[0, 1, 2], [3, 4, 5]]
     assert [part.ranks.tolist() for part in cut if part] == [[4], [5]]
@@ -95,7 +93,7 @@ def test_row_beside_one_with_log_probabilities_has_none() -> None:
     values = np.arange(2, dtype=np.float32)
     numbers = ints(1, 2, 3, 0, 0, 0, 7, 8)
     logprobs = Logprobs(ints(8, 9), values, ints(0, 1), ints(0, 2))
-    chunks = [chunk for _, chunk in split_delta(Delta(3, numbers, b"", slots(1, 1, 0), logprobs=logprobs))]
+    chunks = [chunk for _, chunk in chunks_of(Delta(3, numbers, b"", slots(1, 1, 0), logprobs=logprobs))]
     assert [chunk.logprobs is None for chunk in chunks] == [True, False, True]
     assert chunks[1].logprobs is not None and chunks[1].logprobs.ids.tolist() == [8, 9]
 

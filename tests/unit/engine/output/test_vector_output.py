@@ -4,12 +4,12 @@ import os
 
 import numpy as np
 
-from penstock.engine.client.stream import split_delta
 from penstock.engine.core.step_builder import TokensBuilder
 from penstock.engine.output.vector_output import VectorOutput
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Ended, FinishReason, Started, Tokens
 from penstock.tensor import Handle, Scope
+from tests.support.columns import chunks_of
 from tests.unit.engine.core.test_tokens_builder import ints, only, request
 
 CONFIG = EngineConfig(model="m", runner="pooling")
@@ -29,7 +29,7 @@ def rows(output: VectorOutput, tokens: Tokens) -> dict[tuple[int, int], tuple[Fi
     return {
         (server, number): (chunk.reason, chunk.vector_handle, chunk.cached)
         for server, delta in outputs.deltas
-        for number, chunk in split_delta(delta)
+        for number, chunk in chunks_of(delta)
     }
 
 

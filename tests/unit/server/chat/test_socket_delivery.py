@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import random
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -19,14 +20,14 @@ import pytest
 pytest.importorskip("httptools")
 
 import penstock
-from penstock.engine._native import ChunkSender
+from penstock.engine._native import ChunkSender, TokenCounters
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError, IdleSocket, OutputChunk, OutputStream
 from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
-from penstock.engine.protocol.messages import Delta, Finished, FinishReason, SamplingParams, Submit
+from penstock.engine.protocol.messages import Delta, Failed, Finished, FinishReason, Resume, SamplingParams, Submit
 from penstock.server.chat.latency_recorder import LatencyRecorder
 from penstock.server.chat.streaming import RequestStreams, SSEResponse
 from penstock.server.http.connection import HttpConnection
@@ -47,7 +48,7 @@ class Scene:
         self.port = port
         self.row = row
         self.submits: asyncio.Queue[Submit] = asyncio.Queue()
-        self._core = core
+        self.core = core
 
     async def send(self, texts: dict[int, bytes], ids: dict[int, list[int]], ended: tuple[int, ...] = ()) -> None:
         """Sends a Delta with a row for each request in `texts`."""
@@ -56,7 +57,7 @@ class Scene:
         finished = Finished(rows, np.full(rows.size, FinishReason.STOP, np.uint8)) if rows.size else None
         counts = np.array([len(each) for each in ids.values()], np.uint16)
         numbers = np.array([*texts, *lengths, *tokens], np.int32)
-        self._core.send(Delta(len(texts), numbers, b"".join(texts.values()), counts, None, finished))
+        self.core.send(Delta(len(texts), numbers, b"".join(texts.values()), counts, None, finished))
         await asyncio.sleep(0)
 
 
@@ -130,6 +131,10 @@ class Reader:
     def close(self) -> None:
         self._socket.close()
 
+    def reset(self) -> None:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._socket.close()
+
     @property
     def body(self) -> bytes:
         """Returns the body of the response, out of its chunks."""
@@ -199,6 +204,75 @@ async def test_slow_and_fast_clients_read_exact_answers(
         assert Served.GENERATED_LENGTHS.sum_of(words) == sum(tokens.values())
         assert scene.client.open_requests == 0
     assert (rests > 0) == is_direct, "sockets of slow clients take a part of a text"
+
+
+@in_a_loop
+async def test_texts_of_a_client_that_goes_never_reach_the_next_client() -> None:
+    """The next connection has the descriptor of the one that was reset, and the core has not heard of the abort yet."""
+    async with serving() as scene:
+        for _ in range(20):
+            first, second = (Reader(scene.port, random.Random(1), "1.1") for _ in range(2))
+            await first.connect()
+            gone = (await scene.submits.get()).request
+            for text in (b"begin", b"socket"):
+                await scene.send({gone: text}, {gone: [1]})
+                await first.read(text)
+            first.reset()
+            await second.connect()
+            while scene.submits.empty():
+                await scene.send({gone: b"another's"}, {gone: [1]})
+            request = scene.submits.get_nowait().request
+            for number in range(5):
+                await scene.send({gone: b"another's", request: b"%d" % number}, {gone: [1], request: [1]})
+            await scene.send({request: b""}, {request: []}, (request,))
+            await second.read(END)
+            assert second.body == b"01234" + END
+            second.close()
+
+
+@in_a_loop
+async def test_stream_that_its_group_loses_goes_on_with_all_ids_and_texts() -> None:
+    async with serving() as scene:
+        reader = Reader(scene.port, random.Random(1), "1.1")
+        await reader.connect()
+        request = (await scene.submits.get()).request
+        for number in range(6):
+            await scene.send({request: b"%d" % number}, {request: [number, 10 + number]})
+            await reader.read(b"%d\r\n" % number)
+        scene.core.send(Failed(request, 503, "its output processor died", Resume.OUTPUT_DIED))
+        again = await scene.submits.get()
+        assert again.progress is not None
+        assert again.progress.ids.tolist() == [0, 10, 1, 11, 2, 12, 3, 13, 4, 14, 5, 15]
+        for number in range(6, 9):
+            await scene.send({again.request: b"%d" % number}, {again.request: [number]})
+        await scene.send({again.request: b"."}, {again.request: [9]}, (again.request,))
+        await reader.read(END)
+        assert reader.body == b"012345678." + END
+        words = scene.row.engines[0].words
+        assert words[Served.GENERATION_TOKENS] == 16 and Served.GENERATED_LENGTHS.sum_of(words) == 16
+        reader.close()
+
+
+@in_a_loop
+async def test_malformed_message_costs_that_message_alone() -> None:
+    async with serving() as scene:
+        reader = Reader(scene.port, random.Random(1), "1.1")
+        await reader.connect()
+        request = (await scene.submits.get()).request
+        await scene.send({request: b"begin"}, {request: [1]})
+        scene.core.send(Delta(1, np.array([request, 5, 9], np.int32), b"cut"))
+        await scene.send({request: b"end"}, {request: [1]}, (request,))
+        await reader.read(END)
+        assert reader.body == b"beginend" + END
+        reader.close()
+
+
+def test_counters_beyond_the_row_are_refused() -> None:
+    row = memoryview(bytearray(8 * 8)).cast("Q")
+    TokenCounters(row, 0, 1, [0.1] * 5)
+    for tokens, histogram in ((8, 1), (0, 2), (0, 9)):
+        with pytest.raises(ValueError, match="beyond the row"):
+            TokenCounters(row, tokens, histogram, [0.1] * 5)
 
 
 @in_a_loop
