@@ -62,9 +62,11 @@ class AdapterLoader:
         """Has each group that serves load an adapter, or unload it when no request has it. Groups that serve later do
         what the registry says. Raises EngineError if a group refuses, or has not answered."""
         changes = [self._settle(*group, adapter, until, is_loaded) for group in self._serving().items()]
-        for error in await asyncio.gather(*changes, return_exceptions=True):
-            if error is not None:
-                raise error
+        errors = [error for error in await asyncio.gather(*changes, return_exceptions=True) if error is not None]
+        # A refusal ends the change, so the error of a group that has to be asked again comes first.
+        errors.sort(key=lambda error: isinstance(error, EngineError) and error.status == REFUSED)
+        if errors:
+            raise errors[0]
 
     async def _settle(self, group: int, incarnation: int, adapter: Adapter, until: float, is_loaded: bool) -> None:
         with contextlib.suppress(GroupLost):

@@ -70,18 +70,28 @@ class AdapterRegistry(MemoryFile):
                 self._header = header
         return self._list
 
+    def require_room(self, adapters: AdapterList, former: Adapter | None) -> None:
+        """Raises ValueError unless there is room for a list, also if `former` comes back later."""
+        _encoded(adapters if former is None else replace(adapters, adapters=(*adapters.adapters, former)))
+
     def write(self, adapters: AdapterList) -> None:
         """Writes the next version, with fewer `unloaded` if room is short. The caller has the lock. Raises ValueError
         and OSError."""
-        content = msgspec.msgpack.encode(adapters)
-        while len(content) > MAX_NBYTES and adapters.unloaded:
-            adapters = replace(adapters, unloaded=adapters.unloaded[1:])
-            content = msgspec.msgpack.encode(adapters)
-        if len(content) > MAX_NBYTES:
-            raise ValueError(f"expected names and paths of adapters of at most {MAX_NBYTES} bytes, got {len(content)}")
+        content = _encoded(adapters)
         version, _ = HEADER.unpack(os.pread(self._fd, HEADER.size, 0).ljust(HEADER.size, b"\0"))
         os.pwrite(self._fd, content, _begin_of(version + 1))
         os.pwrite(self._fd, HEADER.pack(version + 1, len(content)), 0)  # a reader sees all of it, or nothing
+
+
+def _encoded(adapters: AdapterList) -> bytes:
+    """Raises ValueError."""
+    content = msgspec.msgpack.encode(adapters)
+    while len(content) > MAX_NBYTES and adapters.unloaded:
+        adapters = replace(adapters, unloaded=adapters.unloaded[1:])
+        content = msgspec.msgpack.encode(adapters)
+    if len(content) > MAX_NBYTES:
+        raise ValueError(f"expected names and paths of adapters of at most {MAX_NBYTES} bytes, got {len(content)}")
+    return content
 
 
 def _begin_of(version: int) -> int:

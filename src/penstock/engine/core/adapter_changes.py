@@ -88,7 +88,7 @@ class AdapterChanges:
         event("adapter not loaded" if error else "adapter loaded", adapter=change.name, reason=error or reason)
         if change.digest in self.leaving:  # since the load began: `release` unloads it
             error = error or unloaded_text(change.name)
-        elif error:
+        elif error and change.digest not in self._loading:  # ranks are loading the adapter again
             self._broadcast(replace(change, is_loaded=False))
         self._scheduler.adapter_errors[change.digest] = error
         if change.number:

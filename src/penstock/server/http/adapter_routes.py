@@ -99,8 +99,10 @@ class AdapterRoutes:
             if former is None and len(self.by_name) >= MAX_ADAPTERS:
                 raise ApiError(400, f"expected at most {MAX_ADAPTERS} adapters", param="lora_name")
             adapter = await asyncio.to_thread(self._read, name, fields.lora_path)
+            adapters = registry.read()
             try:
-                registry.write(registry.read().with_unsettled(adapter))
+                registry.require_room(adapters.with_unsettled(adapter).with_named(adapter), former)
+                registry.write(adapters.with_unsettled(adapter))
             except ValueError as error:
                 raise ApiError(400, f"Loading lora {name} failed: {error}", param="lora_path") from None
             try:
@@ -142,8 +144,9 @@ class AdapterRoutes:
             adapter = self.by_name.get(name)
             if adapter is None:
                 raise ApiError(404, f"The lora adapter '{name}' cannot be found.", param="lora_name")
-            registry.write(registry.read().without(adapter))
-            await self._settle(registry, adapter)
+            registry.write(adapters := registry.read().without(adapter))
+            has_other_name = any(other.digest == adapter.digest for other in adapters.adapters)
+            await self._settle(registry, None if has_other_name else adapter)
             event("adapter is unloaded", adapter=name)
 
     async def settle(self) -> None:
@@ -172,18 +175,22 @@ class AdapterRoutes:
         deadline = time.monotonic() + self._config.step_timeout
         named = {adapter.digest: adapter for adapter in adapters.adapters}
         errors: dict[Adapter, EngineError] = {}
-        for adapter in adapters.unsettled:  # in turn: engines refuse a change that comes after a later change
+        unsettled = sorted(adapters.unsettled, key=lambda adapter: adapter != changed)
+        failed: list[Adapter] = []
+        for place, adapter in enumerate(unsettled):  # in turn: engines refuse a change that comes after a later change
             try:
                 await self._client.adapters.settle(
                     named.get(adapter.digest, adapter), deadline, is_loaded=adapter.digest in named
                 )
             except EngineError as error:
                 errors[adapter] = error
-        # A group that cannot load an adapter refuses requests for it, with the reason.
-        failed = tuple(adapter for adapter, error in errors.items() if error.status != REFUSED)
-        registry.write(replace(adapters, unsettled=failed))
-        for adapter, reason in errors.items():
-            event("adapter is not settled", WARNING, adapter=adapter.name, reason=reason)
+                event("adapter is not settled", WARNING, adapter=adapter.name, reason=error)
+                if error.status != REFUSED:  # a group that cannot load an adapter refuses requests, with the reason
+                    failed.append(adapter)
+                if adapter == changed:  # the caller may take the change back: the former adapter is not unloaded
+                    failed += unsettled[place + 1 :]
+                    break
+        registry.write(replace(adapters, unsettled=tuple(failed)))
         if failed:
             self._failed.set()
         if changed in errors:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("starlette")
@@ -170,6 +171,28 @@ async def test_adapter_that_a_group_that_began_anew_refuses_is_nowhere(scene: Sc
         await scene.load(SQL)
     assert scene.adapters.calls == [("load", "/sql"), ("settle", "/sql"), ("unload", "/sql")]
     assert not scene.routes.by_name and not scene.registry.read().unsettled
+
+
+@pytest.mark.parametrize("is_hanging", [False, True])
+@in_a_loop
+async def test_former_adapter_stays_when_a_group_does_not_follow(scene: Scene, is_hanging: bool) -> None:
+    """A group that began anew refuses the new files, or does not answer. No group unloads the former adapter."""
+    await scene.load(SQL)
+    scene.adapters.refuses, scene.adapters.hanging = not is_hanging, NEWER.digest if is_hanging else b""
+    with pytest.raises(EngineError):
+        await scene.load(NEWER, in_place=True)
+    assert scene.routes.by_name == {"sql": SQL} and ("unload", "/sql") not in scene.adapters.calls
+    assert ("unload", "/newer") in scene.adapters.calls
+
+
+@in_a_loop
+async def test_adapter_without_room_beside_itself_is_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry has an adapter that was named just now twice: with its name, and as unsettled."""
+    nbytes = len(msgspec.msgpack.encode(scene.registry.read().with_unsettled(SQL)))
+    monkeypatch.setattr("penstock.engine.cluster.adapter_registry.MAX_NBYTES", nbytes)
+    with pytest.raises(ApiError, match="expected names and paths of adapters of at most") as refused:
+        await scene.load(SQL)
+    assert refused.value.status == 400 and not scene.adapters.calls
 
 
 @in_a_loop
