@@ -28,6 +28,7 @@ async def test_answers_and_events_of_all_options_fit_the_openapi_document() -> N
     async def answered(served: Served, path: str, body: dict[str, Any]) -> str:
         status, text = await served.exchange("POST", path, body)
         assert status == 200, text
+        assert ("data: [DONE]\n\n\r\n0\r\n\r\n" in text) == body["stream"]
         return text
 
     async with run_server(simulated=simulated_device(step_seconds=0.0), api_server_count=1) as served:

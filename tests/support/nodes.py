@@ -1,6 +1,6 @@
 """Two nodes on this machine: the home node in the test's process, and another one in a pid namespace of its own.
 
-Between them stands a relay.
+Between them stands a relay; what comes during a cut is passed on after it.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ async def two_nodes(
         }
     )
     with relay((HOST, port)) as link, secret_in_environment(), tempfile.TemporaryDirectory() as folder:
+        link.holds_bytes = True
         other = Nodes(count=2, rank=1, address=HOST, port=link.address[1], tensor_parallel_over_nodes=spread, **tls[1])
         differing = {"log_format": "json", **(remote or {})}
         node = RemoteNode(msgspec.structs.replace(home, nodes=other, **differing), Path(folder) / "log")

@@ -1,5 +1,5 @@
-"""A TCP relay between two sides: each direction can be cut (bytes vanish, both sockets stay open) or delayed, and the
-connection can be reset, at both sides or at one, and bits can be flipped."""
+"""A TCP relay between two sides: each direction can be cut (bytes vanish, or arrive after the cut; both sockets stay
+open) or delayed, and the connection can be reset, at both sides or at one, and bits can be flipped."""
 
 import contextlib
 import random
@@ -23,6 +23,7 @@ class Relay:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
         self.is_cut = [False, False]  # by direction
+        self.holds_bytes = False  # bytes of a cut direction are passed on when it is cut no longer, as by TCP
         self.delay_s = 0.0
         self.flips = [0, 0]  # bits that are still to be flipped, by direction, one in each of the next parts
         self.nbytes = [0, 0]
@@ -78,8 +79,17 @@ class Relay:
     def _pass(self, near: socket.socket, far: socket.socket) -> None:
         ends = {near: (far, TO_LISTENER), far: (near, TO_CONNECTOR)}
         late: deque[tuple[float, socket.socket, bytes]] = deque()
+        held: tuple[list[tuple[socket.socket, bytes]], ...] = ([], [])  # by direction
         ends_at = 0.0  # time to which the last bytes of a side are awaited, after the other side has ended
-        while not self._is_over and ends and (len(ends) == 2 or any(self.is_cut) or late or time.monotonic() < ends_at):
+        while (
+            not self._is_over
+            and ends
+            and (len(ends) == 2 or any(self.is_cut) or any(held) or late or time.monotonic() < ends_at)
+        ):
+            for direction in (TO_LISTENER, TO_CONNECTOR):
+                if not self.is_cut[direction]:
+                    late.extend((time.monotonic() + self.delay_s, *each) for each in held[direction])
+                    held[direction].clear()
             if self._resets:
                 self._reset(near, far, self._resets[0])
                 near.close()
@@ -104,6 +114,8 @@ class Relay:
                 if not self.is_cut[direction]:
                     self.nbytes[direction] += len(part)
                     late.append((time.monotonic() + self.delay_s, target, part))
+                elif self.holds_bytes:
+                    held[direction].append((target, part))
                 if not part:
                     del ends[source]
             while late and time.monotonic() >= late[0][0]:
