@@ -167,7 +167,7 @@ class EngineCore:
     def _await_adapters(self) -> None:
         """Waits until the ranks have loaded the adapters that a rank lacked: requests for these adapters wait, too.
         Raises Timeout."""
-        deadline = time.monotonic() + self._config.step_timeout
+        deadline = time.monotonic() + self._config.start_timeout
         while self._adapters.is_loading and not self._is_stopped:
             self._receive(partial(self._inbox.receive, max(0.0, deadline - time.monotonic())))
 

@@ -102,7 +102,12 @@ def pairs_in_order(timeline: Timeline) -> list[tuple[TracedRecord, TracedRecord]
                 continue
             ids = [RecordId(steps_channel, steps_lane, reply.id.sequence) for reply in replies]
             answers = [(timeline.records.get(id), reply) for id, reply in zip(ids, replies, strict=True)]
-            known = [(step, reply) for step, reply in answers if step is not None and are_taken(step, reply)]
+            last = len(answers) - MAX_IN_FLIGHT
+            known = [
+                (step, reply)
+                for place, (step, reply) in enumerate(answers)
+                if step is not None and (place < last or are_taken(step, reply))
+            ]
             if len(known) * 2 < len(answers) or not all(is_answer(step, reply) for step, reply in known):
                 continue
             if is_prompt(steps, known):
