@@ -34,7 +34,7 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # or nginx keeps the events back
 ]
 DONE = b"data: [DONE]\n\n"
-CHUNK_WRITER = "penstock.chunk_writer"  # ASGI extension: a ChunkWriter
+RESPONSE_WRITER = "penstock.response_writer"  # ASGI extension: a ResponseWriter
 
 
 def engine_failed(error: EngineError, request_id: str) -> ApiError:
@@ -165,7 +165,7 @@ class RequestStreams:
 
 
 # ── past all middleware ──────────────────────────────────────────────────────────────────────────────────────────────
-class ChunkWriter(Protocol):
+class ResponseWriter(Protocol):
     """Writes parts of a body that has begun, past all middleware and without a task. `HttpExchange` is one."""
 
     def write_chunk(self, body: bytes) -> bool:
@@ -182,7 +182,7 @@ class ChunkWriter(Protocol):
 class ChunkDelivery:
     """Passes the chunks of a stream on while its reader waits."""
 
-    def __init__(self, stream: OutputStream, writer: ChunkWriter, latencies: LatencyRecorder) -> None:
+    def __init__(self, stream: OutputStream, writer: ResponseWriter, latencies: LatencyRecorder) -> None:
         self._stream = stream
         self._writer = writer
         self._latencies = latencies
@@ -232,7 +232,7 @@ class SSEResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            writer = scope.get("extensions", {}).get(CHUNK_WRITER)
+            writer = scope.get("extensions", {}).get(RESPONSE_WRITER)
             last = await cancel_on_disconnect(receive, self._send_chunks(send, writer))
         finally:
             self._batch.release()
@@ -260,7 +260,7 @@ class SSEResponse:
         return b"data: %b\n\n" % error.body
 
     # ── events ──
-    async def _send_chunks(self, send: Send, writer: ChunkWriter | None) -> bytes:
+    async def _send_chunks(self, send: Send, writer: ResponseWriter | None) -> bytes:
         """Sends all events but the last ones, which it returns: one write less for each answer. `writer` sends without
         this task; None: there is none."""
         has_begun, last = False, b""

@@ -16,7 +16,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from penstock.engine.cluster.logs import event
-from penstock.server.chat.streaming import CHUNK_WRITER
+from penstock.server.chat.streaming import RESPONSE_WRITER
 from penstock.server.errors import ApiError
 
 STATUS_LINES = {
@@ -110,7 +110,7 @@ class HttpExchange:
     async def run(self, app: ASGIApp) -> None:
         """An exception of the application ends the connection; the client gets a 500 where no response has begun."""
         extensions = self.scope.setdefault("extensions", {})
-        extensions[CHUNK_WRITER] = self
+        extensions[RESPONSE_WRITER] = self
         try:
             await app(self.scope, self.receive, self.send)
             if not self.is_complete and not self.is_disconnected:
@@ -123,7 +123,7 @@ class HttpExchange:
             event("request failed", logging.ERROR, request_id=request_id, error=what, trace=trace)
             self._carrier.fail(self, ApiError(500, f"the server has failed; its log says how, of request {request_id}"))
         finally:
-            del extensions[CHUNK_WRITER]  # or scope and exchange would wait for the garbage collector
+            del extensions[RESPONSE_WRITER]  # or scope and exchange would wait for the garbage collector
             self._leave_socket = None
         if self.is_complete and not self.is_disconnected:
             if self._last:

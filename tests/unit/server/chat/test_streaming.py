@@ -20,7 +20,7 @@ from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.engine.text.detokenizer import Vocabulary
 from penstock.server.chat.latency_recorder import LatencyRecorder
 from penstock.server.chat.streaming import (
-    CHUNK_WRITER,
+    RESPONSE_WRITER,
     RequestStreams,
     SSEResponse,
     StreamedChoice,
@@ -147,7 +147,7 @@ async def test_cancel_on_disconnect_passes_on_the_result_or_error() -> None:
 
 
 class Writer:
-    """A ChunkWriter with a connection, and perhaps a socket."""
+    """A ResponseWriter with a connection, and perhaps a socket."""
 
     def __init__(self, connection: Connection, socket: tuple[int, bool] | None = None) -> None:
         self.written: list[bytes] = []
@@ -190,7 +190,7 @@ async def test_chunks_after_the_first_are_written_without_the_task() -> None:
     connection, stream = Connection(), answer(OutputChunk(0, b"1", [1]))[0]
     events = events_of(stream)
     writer = Writer(connection)
-    scope = {"extensions": {CHUNK_WRITER: writer}}
+    scope = {"extensions": {RESPONSE_WRITER: writer}}
     answering = asyncio.ensure_future(events(scope, connection.receive, connection.send))
     await eventually(lambda: connection.body == b"1")
     await eventually(lambda: stream.is_awaited)
@@ -210,7 +210,7 @@ async def test_chunks_after_the_first_are_written_without_the_task() -> None:
 @in_a_loop
 async def test_stream_that_is_over_is_freed_without_the_garbage_collector() -> None:
     connection, stream = Connection(), answer(OutputChunk(0, b"1", [1], FinishReason.STOP))[0]
-    scope = {"extensions": {CHUNK_WRITER: Writer(connection)}}
+    scope = {"extensions": {RESPONSE_WRITER: Writer(connection)}}
     freed = weakref.ref(stream)
     gc.disable()
     try:
