@@ -59,7 +59,7 @@ class StateDevice:
         )
         memory = KVCache({0: KVCacheShape(1, 16, 16)}, BLOCKS, BLOCK_SIZE, torch.float32, cpu)
         sampler: Any = SimpleNamespace(sample=lambda _: None)  # ids are drawn here
-        self._decode = DecodeSteps(model, memory, self.state, sampler, None, 1)
+        self._decode = DecodeSteps(model, memory, self.state, sampler, None, None, 1)
 
     def _hidden(self, attention: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         self._inputs = [ids, positions, attention._rows.lengths, attention.places]
