@@ -54,7 +54,7 @@ class StateDevice:
             ranks=TPGroup(),
             device=cpu,
             hidden=self._hidden,
-            logits=lambda hidden: hidden,
+            logits=lambda hidden, result: hidden,
             max_short_prompt=MAX_SHORT_PROMPT,
         )
         memory = KVCache({0: KVCacheShape(1, 16, 16)}, BLOCKS, BLOCK_SIZE, torch.float32, cpu)
