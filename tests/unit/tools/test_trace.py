@@ -174,7 +174,9 @@ def test_steps_are_matched_with_replies_by_leader_and_number() -> None:
         assert answered.sent_ns < answered.taken_ns < answered.replied_ns < answered.reply_taken_ns
 
 
-def test_replies_in_order_pair_channels_of_plain_bytes_and_others_do_not() -> None:
+@contextlib.contextmanager
+def plain_calls() -> Iterator[tuple[Tracing, Any, Any, Any, Any]]:
+    """Yields a tracing of calls and replies without numbers, and the ends: core, worker; worker, core."""
     calls, replies = penstock.Broadcast(receivers=1), penstock.Ring()
     with (
         calls.open_sender() as core,
@@ -183,6 +185,11 @@ def test_replies_in_order_pair_channels_of_plain_bytes_and_others_do_not() -> No
         replies.open_receiver() as answers,
     ):
         tracing = Tracing(calls, replies)
+        yield tracing, core, worker, done, answers
+
+
+def test_replies_in_order_pair_channels_of_plain_bytes_and_others_do_not() -> None:
+    with plain_calls() as (tracing, core, worker, done, answers):
         for _ in range(3):
             core.send(b"execute")
             worker.receive()
@@ -201,14 +208,7 @@ def test_replies_in_order_pair_channels_of_plain_bytes_and_others_do_not() -> No
 
 
 def test_replies_in_order_are_paired_while_the_last_is_on_its_way() -> None:
-    calls, replies = penstock.Broadcast(receivers=1), penstock.Ring()
-    with (
-        calls.open_sender() as core,
-        calls.open_receiver() as worker,
-        replies.open_sender() as done,
-        replies.open_receiver() as answers,
-    ):
-        tracing = Tracing(calls, replies)
+    with plain_calls() as (tracing, core, worker, done, answers):
         for number in range(4):
             core.send(b"execute")
             worker.receive()

@@ -174,27 +174,27 @@ class AdapterRoutes:
             return
         deadline = time.monotonic() + self._config.step_timeout
         named = {adapter.digest: adapter for adapter in adapters.adapters}
-        errors: dict[Adapter, EngineError] = {}
         unsettled = sorted(adapters.unsettled, key=lambda adapter: adapter != changed)
         failed: list[Adapter] = []
+        failure: EngineError | None = None  # of `changed`
         for place, adapter in enumerate(unsettled):  # in turn: engines refuse a change that comes after a later change
             try:
                 await self._client.adapters.settle(
                     named.get(adapter.digest, adapter), deadline, is_loaded=adapter.digest in named
                 )
             except EngineError as error:
-                errors[adapter] = error
                 event("adapter is not settled", WARNING, adapter=adapter.name, reason=error)
                 if error.status != REFUSED:  # a group that cannot load an adapter refuses requests, with the reason
                     failed.append(adapter)
                 if adapter == changed:  # the caller may take the change back: the former adapter is not unloaded
                     failed += unsettled[place + 1 :]
+                    failure = error
                     break
         registry.write(replace(adapters, unsettled=tuple(failed)))
         if failed:
             self._failed.set()
-        if changed in errors:
-            raise errors[changed]
+        if failure is not None:
+            raise failure
 
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[AdapterRegistry]:

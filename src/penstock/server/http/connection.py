@@ -104,10 +104,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self.write = self._transport.write
         socket = transport.get_extra_info("socket")
-        is_plain = socket is not None and transport.get_extra_info("sslcontext") is None
-        self._descriptor = socket.fileno() if is_plain else None
+        has_tls = transport.get_extra_info("sslcontext") is not None
+        self._descriptor = None if socket is None or has_tls else socket.fileno()
         self._writable = asyncio.Event()
-        scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
+        scheme = "https" if has_tls else "http"
         self._parser = RequestParser(self, _address(transport, "sockname"), _address(transport, "peername"), scheme)
         connections, most = self._state.connections, self._state.max_connections
         connections.add(self)

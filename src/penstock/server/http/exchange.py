@@ -179,7 +179,7 @@ class HttpExchange:
     def write_rest(self, body: bytes, sent: int) -> None:
         """Writes a chunk of which the socket has taken `sent` bytes, framing included."""
         if not self.is_complete and not self.is_disconnected:
-            self._carrier.write((b"%x\r\n%b\r\n" % (len(body), body) if self._is_chunked else body)[sent:])
+            self._carrier.write((_chunk(body) if self._is_chunked else body)[sent:])
 
     def _frame(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """Returns the head of the response. Its body is framed by a length, by chunks, or by the connection's end."""
@@ -212,7 +212,7 @@ class HttpExchange:
 
     def _send_body(self, body: bytes, has_more: bool) -> None:
         if self._is_chunked:
-            data = b"%x\r\n%b\r\n" % (len(body), body) if body else b""
+            data = _chunk(body) if body else b""
             if not has_more:
                 data += b"0\r\n\r\n"
         elif self.scope["method"] == "HEAD":
@@ -232,3 +232,8 @@ class HttpExchange:
         elif data:
             self.has_begun = True
             self._carrier.write(data)
+
+
+def _chunk(body: bytes) -> bytes:
+    """Returns a chunk of HTTP/1.1, as `ChunkSender` writes it, too."""
+    return b"%x\r\n%b\r\n" % (len(body), body)

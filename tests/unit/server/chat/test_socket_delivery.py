@@ -50,6 +50,12 @@ class Scene:
         self.submits: asyncio.Queue[Submit] = asyncio.Queue()
         self.core = core
 
+    async def connect(self) -> "tuple[Reader, int]":
+        """Returns an HTTP client, and the number of its request."""
+        reader = Reader(self.port, random.Random(1), "1.1")
+        await reader.connect()
+        return reader, (await self.submits.get()).request
+
     async def send(self, texts: dict[int, bytes], ids: dict[int, list[int]], ended: tuple[int, ...] = ()) -> None:
         """Sends a Delta with a row for each request in `texts`."""
         lengths, tokens = map(len, texts.values()), itertools.chain(*ids.values())
@@ -211,9 +217,8 @@ async def test_texts_of_a_client_that_goes_never_reach_the_next_client() -> None
     """The next connection has the descriptor of the one that was reset, and the core has not heard of the abort yet."""
     async with serving() as scene:
         for _ in range(20):
-            first, second = (Reader(scene.port, random.Random(1), "1.1") for _ in range(2))
-            await first.connect()
-            gone = (await scene.submits.get()).request
+            first, gone = await scene.connect()
+            second = Reader(scene.port, random.Random(1), "1.1")
             for text in (b"begin", b"socket"):
                 await scene.send({gone: text}, {gone: [1]})
                 await first.read(text)
@@ -233,9 +238,7 @@ async def test_texts_of_a_client_that_goes_never_reach_the_next_client() -> None
 @in_a_loop
 async def test_stream_that_its_group_loses_goes_on_with_all_ids_and_texts() -> None:
     async with serving() as scene:
-        reader = Reader(scene.port, random.Random(1), "1.1")
-        await reader.connect()
-        request = (await scene.submits.get()).request
+        reader, request = await scene.connect()
         for number in range(6):
             await scene.send({request: b"%d" % number}, {request: [number, 10 + number]})
             await reader.read(b"%d\r\n" % number)
@@ -256,9 +259,7 @@ async def test_stream_that_its_group_loses_goes_on_with_all_ids_and_texts() -> N
 @in_a_loop
 async def test_malformed_message_costs_that_message_alone() -> None:
     async with serving() as scene:
-        reader = Reader(scene.port, random.Random(1), "1.1")
-        await reader.connect()
-        request = (await scene.submits.get()).request
+        reader, request = await scene.connect()
         await scene.send({request: b"begin"}, {request: [1]})
         scene.core.send(Delta(1, np.array([request, 5, 9], np.int32), b"cut"))
         await scene.send({request: b"end"}, {request: [1]}, (request,))
