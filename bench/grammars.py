@@ -1,7 +1,8 @@
 """What a grammar costs: the mean time from a token to the next of structured streams beside plain ones.
 
-A simulated device with a tokenizer of so many ids, in turns with and without grammars; and the time to the first token
-with a schema that is new, and with one that is known.
+Simulated devices with tokenizers of so many ids, and tiny Llama, in turns with and without grammars; what the streams
+cost a plain stream beside them, and the core; and the time to the first token with a schema that is new, and with one
+that is known.
 
     scripts/bench grammars [--vocabularies 32000,152000] [--streams 64] [--step-ms 5] [--rounds 7] [--json]
 """
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from operator import truediv
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,7 +22,9 @@ from typing import Any, NamedTuple
 from bench.harness.output import short
 from bench.harness.run import Run, command_line
 from bench.harness.targets import Target
+from bench.serve_cases.model import make as make_model
 from penstock.engine.client.client import Client
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
@@ -31,6 +35,8 @@ END = 0
 TOKENS = 100  # of an answer
 KINDS = ["string", "integer", "boolean", "number"]
 MAX_TPOT = {32_000: 1.02, 152_000: 1.05}  # of plain streams
+MAX_TINY_TPOT = 1.1
+MAX_BESIDE = 1.02  # what structured streams cost others, and the core
 MAX_NEW_MS, MAX_KNOWN_MS = 10.0, 1.0  # over plain
 
 
@@ -63,41 +69,59 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+class Turn(NamedTuple):
+    """What a turn of streams took, and what it cost a plain stream beside them, and the core."""
+
+    tpot_ms: float  # the median of the streams' mean time a token
+    beside_ms: float  # the mean time a token of the plain stream
+    own_us: float  # of the core itself, a step
+
+
 class Times(NamedTuple):
     first_ms: float
     tpot_ms: float
 
 
-async def stream(client: Client, number: int, grammar: Grammar | None, tokens: int) -> Times:
-    began = time.perf_counter()
-    params = SamplingParams(max_tokens=tokens)
-    prompt = [number % 250 + 1, *range(1, 40)]
-    async with await client.submit(prompt, params, grammar=grammar) as answer:
-        async for _ in answer:
-            first = time.perf_counter()
-            break
-        async for _ in answer:
-            pass
-    generated = max(2, answer.completion_tokens)
-    return Times((first - began) * 1e3, (time.perf_counter() - first) * 1e3 / (generated - 1))
+class Engine(NamedTuple):
+    launcher: Launcher
+    client: Client
 
+    async def stream(self, number: int, grammar: Grammar | None, tokens: int) -> Times:
+        began = time.perf_counter()
+        params = SamplingParams(max_tokens=tokens, ignore_eos=grammar is None)
+        prompt = [number % 250 + 1, *range(1, 40)]
+        async with await self.client.submit(prompt, params, grammar=grammar) as answer:
+            async for _ in answer:
+                first = time.perf_counter()
+                break
+            async for _ in answer:
+                pass
+        if answer.completion_tokens != tokens:
+            raise RuntimeError(f"an answer of {answer.completion_tokens} tokens instead of {tokens}")
+        return Times((first - began) * 1e3, (time.perf_counter() - first) * 1e3 / (tokens - 1))
 
-async def turn(client: Client, streams: int, grammar: Grammar | None, tokens: int) -> float:
-    """Returns the median of the streams' mean time a token."""
-    times = await asyncio.gather(*(stream(client, number, grammar, tokens) for number in range(streams)))
-    return median(each.tpot_ms for each in times)
+    def spent(self) -> tuple[int, int]:
+        """Returns the steps so far, and the nanoseconds that the core itself spent on them."""
+        row = self.launcher.board.row(0)
+        return row[StatusBoard.STEPS], row[StatusBoard.OWN_NS]
+
+    async def turn(self, streams: int, grammar: Grammar | None) -> Turn:
+        steps, own_ns = self.spent()
+        asked = (self.stream(number, grammar, TOKENS) for number in range(streams))
+        *times, beside = await asyncio.gather(*asked, self.stream(streams, None, TOKENS))
+        steps_after, own_ns_after = self.spent()
+        own_us = (own_ns_after - own_ns) / (steps_after - steps) / 1e3
+        return Turn(median(each.tpot_ms for each in times), beside.tpot_ms, own_us)
 
 
 @asynccontextmanager
-async def serving(folder: Path, vocabulary: int, step_ms: float) -> AsyncIterator[Client]:
-    device = SimulatedDevice(step_seconds=step_ms / 1e3, vocabulary=vocabulary, end_id=END, end_one_in=1 << 30)
-    config = EngineConfig(simulated=device, model=str(folder), end_ids=(END,), log_level="warning")
+async def serving(config: EngineConfig) -> AsyncIterator[Engine]:
     launcher = Launcher(config)
     try:
         launcher.start()
         await launcher.serving()
         async with Client(launcher.cluster, 0) as client:
-            yield client
+            yield Engine(launcher, client)
     finally:
         await launcher.stop()
 
@@ -109,46 +133,75 @@ def built(number: int) -> Grammar:
     return grammar
 
 
-async def measure(run: Run, vocabulary: int, streams: int, step_ms: float) -> tuple[float, float, float]:
-    """Returns the ratio of times a token, and the milliseconds to the first token over plain: new and known schemas."""
-    folder = run.scratch / str(vocabulary)
-    folder.mkdir()
-    write_tokenizer(folder, vocabulary)
-    async with serving(folder, vocabulary, step_ms) as client:
-        began = time.perf_counter()
-        await stream(client, 0, built(0), 3)  # reads the tokenizer
-        opened_ms = (time.perf_counter() - began) * 1e3
-        plain, structured = [], []
-        for _ in range(run.rounds):
-            plain.append(await turn(client, streams, None, TOKENS))
-            structured.append(await turn(client, streams, built(0), TOKENS))
-        firsts: dict[str, list[float]] = {"plain": [], "known": [], "new": []}
-        for number in range(1, 4 * run.rounds):
-            for kind, times in firsts.items():
-                began = time.perf_counter()
-                grammar = None if kind == "plain" else built(0 if kind == "known" else number)
-                building_ms = (time.perf_counter() - began) * 1e3 if kind == "new" else 0.0  # the server remembers
-                times.append(building_ms + (await stream(client, number, grammar, 3)).first_ms)
-    ratio = median(structured) / median(plain)
-    new, known = (median(firsts[kind]) - median(firsts["plain"]) for kind in ("new", "known"))
-    columns = {"plain_ms": plain, "structured_ms": structured, "opened_ms": opened_ms}
-    run.output.record("tpot", "penstock", vocabulary=vocabulary, **columns, ratio=ratio, new_ms=new, known_ms=known)
-    cells = [median(plain), median(structured), ratio, new, known, opened_ms]
+async def compare(run: Run, name: str, config: EngineConfig, streams: int) -> tuple[Turn, float, float]:
+    """Returns the ratios of structured over plain turns, and milliseconds to the first token over plain: with schemas
+    that are new, and with one that is known."""
+    plain: list[Turn] = []
+    structured: list[Turn] = []
+    async with serving(config) as engine:
+        opened_ms = (await engine.stream(0, built(0), 3)).first_ms  # reads the tokenizer
+        for number in range(run.rounds + 1):
+            turns = await engine.turn(streams, None), await engine.turn(streams, built(0))
+            if number:  # the first round finds no blocks in the cache
+                plain.append(turns[0])
+                structured.append(turns[1])
+        new_ms, known_ms = await first_tokens(engine, 4 * run.rounds)
+    of_rounds = (map(truediv, own, none) for own, none in zip(structured, plain, strict=True))
+    ratios = Turn(*map(median, zip(*of_rounds, strict=True)))
+    record = {"plain": plain, "structured": structured, "ratios": ratios}
+    run.output.record("turns", "penstock", engine=name, **record, new_ms=new_ms, known_ms=known_ms)
+    medians = {
+        "plain": map(median, zip(*plain, strict=True)),
+        "structured": map(median, zip(*structured, strict=True)),
+        "ratio": ratios,
+    }
     run.output.table(
-        f"{streams} streams of {vocabulary} ids, steps of {step_ms:g} ms",
-        ["plain", "structured", "ratio", "new", "known", "first ever"],
-        [("ms", [short(cell) for cell in cells])],
+        f"{streams} streams, {name}: first token {new_ms:.2f} ms later with a new schema, {known_ms:.2f} with a known "
+        f"one, {opened_ms:.0f} ms with the first one ever",
+        ["ms a token", "of one beside", "core's own us a step"],
+        [(row, [short(cell) for cell in cells]) for row, cells in medians.items()],
     )
-    return ratio, new, known
+    return ratios, new_ms, known_ms
 
 
-def targets(run: Run, vocabularies: Sequence[int], streams: int, step_ms: float) -> Iterator[Target]:
+async def first_tokens(engine: Engine, times: int) -> tuple[float, float]:
+    firsts: dict[str, list[float]] = {"plain": [], "known": [], "new": []}
+    for number in range(1, times):
+        for kind, milliseconds in firsts.items():
+            began = time.perf_counter()
+            grammar = None if kind == "plain" else built(0 if kind == "known" else number)
+            building_ms = (time.perf_counter() - began) * 1e3 if kind == "new" else 0.0  # the server remembers
+            milliseconds.append(building_ms + (await engine.stream(number, grammar, 3)).first_ms)
+    new, known = (median(firsts[kind]) - median(firsts["plain"]) for kind in ("new", "known"))
+    return new, known
+
+
+def engines(run: Run, vocabularies: Sequence[int], step_ms: float) -> Iterator[tuple[str, EngineConfig, float]]:
+    """Yields the name of each engine, and the most that a token of structured streams may take over a plain one."""
     for vocabulary in vocabularies:
-        ratio, new, known = asyncio.run(measure(run, vocabulary, streams, step_ms))
-        limit = MAX_TPOT.get(vocabulary, 1.05)
-        yield Target(f"time a token of structured streams, {vocabulary} ids", limit, "x", ratio)
-        yield Target(f"first token with a new schema over plain, {vocabulary} ids", MAX_NEW_MS, "ms", new)
-        yield Target(f"first token with a known schema over plain, {vocabulary} ids", MAX_KNOWN_MS, "ms", known)
+        folder = run.scratch / str(vocabulary)
+        folder.mkdir()
+        write_tokenizer(folder, vocabulary)
+        device = SimulatedDevice(step_seconds=step_ms / 1e3, vocabulary=vocabulary, end_id=END, end_one_in=1 << 30)
+        config = EngineConfig(simulated=device, model=str(folder), end_ids=(END,), log_level="warning")
+        yield f"steps of {step_ms:g} ms, {vocabulary} ids", config, MAX_TPOT.get(vocabulary, 1.05)
+    tiny = run.scratch / "tiny Llama"
+    tiny.mkdir()
+    make_model(tiny)
+    yield "tiny Llama", EngineConfig(model=str(tiny), log_level="warning"), MAX_TINY_TPOT
+
+
+def targets(run: Run, options: Any) -> Iterator[Target]:
+    sizes = [int(size) for size in options.vocabularies.split(",")]
+    for name, config, limit in engines(run, sizes, options.step_ms):
+        ratios, new, known = asyncio.run(compare(run, name, config, options.streams))
+        yield Target(f"time a token of structured streams, {name}", limit, "x", ratios.tpot_ms)
+        if config.simulated is None:
+            continue  # a plain stream waits for the masks of its batch
+        yield Target(f"time a token of a plain stream beside them, {name}", MAX_BESIDE, "x", ratios.beside_ms)
+        yield Target(f"core's own time a step, {name}", MAX_BESIDE, "x", ratios.own_us)
+        yield Target(f"first token with a new schema over plain, {name}", MAX_NEW_MS, "ms", new)
+        yield Target(f"first token with a known schema over plain, {name}", MAX_KNOWN_MS, "ms", known)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -159,8 +212,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args(arguments)
     with Run("grammars", options) as run:
-        sizes = [int(size) for size in options.vocabularies.split(",")]
-        return run.conclude("penstock", targets(run, sizes, options.streams, options.step_ms))
+        return run.conclude("penstock", targets(run, options))
 
 
 if __name__ == "__main__":
