@@ -32,7 +32,7 @@ from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_gr
 from penstock.engine.text.grammar_fields import Grammar, GrammarSource
 
 END = 0
-TOKENS = 100  # of an answer
+TOKENS = 200  # of an answer
 KINDS = ["string", "integer", "boolean", "number"]
 MAX_TPOT = {32_000: 1.02, 152_000: 1.05}  # of plain streams
 MAX_TINY_TPOT = 1.1

@@ -17,13 +17,15 @@ import torch
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, SamplingParams
 from penstock.engine.worker.bad_words import BadWords
+from penstock.engine.worker.cpu_sampler import CpuRows
 from penstock.engine.worker.grammars import TokenMasks
 from penstock.engine.worker.input_batch import moved, unpacked
 
 GREEDY = 1e-5  # below this temperature, the likeliest id is chosen
 DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum
 Pairs = tuple[torch.Tensor, torch.Tensor]  # rows of the batch, and ids
-Chosen = tuple[torch.Tensor, torch.Tensor]  # an id for each row (int32), and whether its logits are not finite
+# An id for each row (int32), whether the row fails, and of those that fail which ones have finite logits; None: none.
+Chosen = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class TopLogprobs(NamedTuple):
@@ -203,23 +205,18 @@ class Sampler:
         batch = self._batch
         if batch is None or batch.slots is not slots:
             batch = self._batch = _Batch(self, slots)
-        raw, is_failed_before, is_stuck = logits, None, None
+        raw, is_failed_before = logits, None
         generated = self._generated[slots]
         is_early = generated < self._least[slots] if batch.has_least else None
-        is_masked = masks is not None and masks.rows.size > 0
-        if batch.has_penalties or batch.has_ids or is_masked or (is_early is not None and is_early.any()):
+        if batch.has_penalties or batch.has_ids or (is_early is not None and is_early.any()):
             is_failed_before = ~torch.isfinite(likeliest(logits)[0])
             logits = self._adjusted(batch, logits, is_early)
-        if masks is not None and is_masked:
-            rows = self._ids(masks.rows)
-            logits[rows] = logits[rows].masked_fill(~unpacked(masks.bits, self._vocabulary, self._device), -torch.inf)
-        draws = None
-        if batch.drawing.size:
-            draws = moved(_uniforms(self._seeds[slots[batch.drawing]], generated[batch.drawing]), self._device)
-        ids, is_failed = batch.random_rows.choose(logits, draws)
+        elif masks is not None and batch.asking.size:
+            logits = logits.clone()  # masks are written into the logits
+        ids, is_failed, is_stuck = batch.rows.choose(logits, masks, _uniforms(self._seeds[slots], generated))
         if is_failed_before is not None:
             is_stuck = is_failed & ~is_failed_before
-            is_failed |= is_failed_before
+            is_failed = is_failed | is_failed_before
             ids = ids.masked_fill(is_failed, 0)
         self._generated[slots] = generated + 1
         if batch.has_penalties:
@@ -228,6 +225,16 @@ class Sampler:
         for row, bad_words in batch.bad_words:
             bad_words.add(ids[row : row + 1])
         return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None, is_stuck)
+
+    def _cpu_rows(self, slots: Index) -> CpuRows:
+        temperatures = self._temperatures[slots]
+        is_greedy = temperatures < GREEDY
+        return CpuRows(
+            np.where(is_greedy, np.float32(0), temperatures),
+            self._top_ks[slots],
+            self._top_ps[slots],
+            self._min_ps[slots],
+        )
 
     def _adjusted(self, batch: _Batch, logits: torch.Tensor, is_early: npt.NDArray[np.bool_] | None) -> torch.Tensor:
         """Returns float32 logits with penalties, biases, allowed ids and, before `min_tokens`, without ends."""
@@ -268,8 +275,7 @@ class _Batch:
         self.asking = np.flatnonzero(s._logprobs[slots])
         self.asking_rows = sampler._ids(self.asking)
         self.due = s._logprobs[slots[self.asking]]
-        self.drawing = np.flatnonzero(s._temperatures[slots] >= GREEDY)
-        self.random_rows = _RandomRows(s, slots, self.drawing)
+        self.rows = s._cpu_rows(slots) if device.type == "cpu" else _RandomRows(s, slots)
         # ── penalties ──
         penalized = np.flatnonzero(s._is_penalized[slots])
         self.has_penalties = bool(penalized.size)
@@ -314,10 +320,12 @@ class _Batch:
 class _RandomRows:
     """Chooses ids by operations of torch, with tensors of the rows that draw at random."""
 
-    def __init__(self, s: Sampler, slots: Index, random: Index) -> None:
+    def __init__(self, s: Sampler, slots: Index) -> None:
         def column(of: npt.NDArray[np.generic], rows: Index) -> torch.Tensor:
             return moved(of[slots[rows]], s._device)[:, None]
 
+        self._vocabulary, self._device = s._vocabulary, s._device
+        self._random = random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
         self._rows = s._ids(random)
         random_slots = slots[random]
         self._temperatures = column(s._temperatures, random)
@@ -329,13 +337,21 @@ class _RandomRows:
         self._top_ks, self._top_ps = column(s._top_ks, cut), column(s._top_ps, cut)
         self._max_k = int(s._top_ks[slots[cut]].max(initial=0))
 
-    def choose(self, logits: torch.Tensor, draws: torch.Tensor | None) -> Chosen:
+    def choose(self, logits: torch.Tensor, masks: TokenMasks | None, draws: npt.NDArray[np.float32]) -> Chosen:
+        is_failed_before = None
+        if masks is not None and masks.rows.size:
+            is_failed_before = ~torch.isfinite(likeliest(logits)[0])
+            rows = moved(masks.rows, self._device)
+            is_allowed = unpacked(masks.bits, self._vocabulary, self._device)
+            logits = logits.index_put((rows,), logits[rows].masked_fill(~is_allowed, -torch.inf))
         maxima, ids = likeliest(logits)
         is_failed = ~torch.isfinite(maxima)
-        if draws is not None:
+        if self._random.size:
             rows = self._rows
-            ids[rows] = self._draw(logits[rows].float(), maxima[rows].float(), draws)
-        return ids.masked_fill(is_failed, 0).to(torch.int32), is_failed
+            drawn = moved(draws[self._random], self._device)
+            ids[rows] = self._draw(logits[rows].float(), maxima[rows].float(), drawn)
+        is_stuck = None if is_failed_before is None else is_failed & ~is_failed_before
+        return ids.masked_fill(is_failed, 0).to(torch.int32), is_failed, is_stuck
 
     def _draw(self, logits: torch.Tensor, maxima: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         """Returns an id for each row, drawn from the likeliest `top_k`, of these from as many as make up `top_p`, of
