@@ -164,8 +164,10 @@ class Grammars:
         from llguidance import LLExecutor
         from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
+        if self._executor is None:
+            self._executor = LLExecutor(1)
         if before is not None:
-            self._advance(before[0], before[1]())
+            self._advance(before[0], before[1](), self._executor)
         masked: list[tuple[int, GrammarState, LLMatcher]] = []
         failed: dict[int, FinishReason] = {}
         for row, state in rows:
@@ -176,8 +178,6 @@ class Grammars:
                 masked.append((row, state, state.matcher))
         bits = allocate_token_bitmask(len(masked), self._vocabulary)
         if masked:
-            if self._executor is None:
-                self._executor = LLExecutor(1)
             began = time.perf_counter_ns()
             matchers = [(matcher, number) for number, (_, _, matcher) in enumerate(masked)]
             fill_next_token_bitmask_par(self._executor, matchers, bits)
@@ -191,13 +191,19 @@ class Grammars:
                 bits[number] = -1
         return TokenMasks(np.array([row for row, _, _ in masked], np.intp), bits, failed)
 
-    def _advance(self, rows: list[tuple[int, GrammarState]], ids: Ints) -> None:
+    def _advance(self, rows: list[tuple[int, GrammarState]], ids: Ints, executor: LLExecutor) -> None:
+        generated, advanced = ids.tolist(), []
+        tokens: list[tuple[LLMatcher, int]] = []
         for row, state in rows:
-            token_id = int(ids[row])
             if state.has_ended or state.reason is not None or state.matcher is None:
                 continue
             # The library calls a matcher stopped both before an end id, which alone may come, and after it.
-            if token_id in self._end_ids:
+            if generated[row] in self._end_ids:
                 state.has_ended = True
-            elif not state.matcher.consume_token(token_id):
+            else:
+                advanced.append(state)
+                tokens.append((state.matcher, generated[row]))
+        are_consumed = executor.consume_token_par(tokens) if tokens else []
+        for state, is_consumed in zip(advanced, are_consumed, strict=True):
+            if not is_consumed:
                 state.reason = FinishReason.GRAMMAR_LIMIT
