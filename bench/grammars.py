@@ -1,8 +1,7 @@
 """What a grammar costs: the mean time from a token to the next of structured streams beside plain ones.
 
-Simulated devices with tokenizers of so many ids, and tiny Llama, in turns with and without grammars; what the streams
-cost a plain stream beside them, and the core; and the time to the first token with a schema that is new, and with one
-that is known.
+Simulated devices with large tokenizers, and tiny Llama, in turns with and without grammars: the time a token of the
+streams and of a plain stream beside them, the core's time, and the time to the first token with new and known schemas.
 
     scripts/bench grammars [--vocabularies 32000,152000] [--streams 64] [--step-ms 5] [--rounds 7] [--json]
 """
@@ -36,7 +35,7 @@ TOKENS = 200  # of an answer
 KINDS = ["string", "integer", "boolean", "number"]
 MAX_TPOT = {32_000: 1.02, 152_000: 1.05}  # of plain streams
 MAX_TINY_TPOT = 1.1
-MAX_BESIDE = 1.02  # what structured streams cost others, and the core
+MAX_BESIDE = 1.02  # of a plain stream and of the core, over a turn without grammars
 MAX_NEW_MS, MAX_KNOWN_MS = 10.0, 1.0  # over plain
 
 
@@ -70,7 +69,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 class Turn(NamedTuple):
-    """What a turn of streams took, and what it cost a plain stream beside them, and the core."""
+    """The times of a turn of streams, with a plain stream beside them."""
 
     tpot_ms: float  # the median of the streams' mean time a token
     beside_ms: float  # the mean time a token of the plain stream
@@ -107,8 +106,8 @@ class Engine(NamedTuple):
 
     async def turn(self, streams: int, grammar: Grammar | None) -> Turn:
         steps, own_ns = self.spent()
-        asked = (self.stream(number, grammar, TOKENS) for number in range(streams))
-        *times, beside = await asyncio.gather(*asked, self.stream(streams, None, TOKENS))
+        answers = (self.stream(number, grammar, TOKENS) for number in range(streams))
+        *times, beside = await asyncio.gather(*answers, self.stream(streams, None, TOKENS))
         steps_after, own_ns_after = self.spent()
         own_us = (own_ns_after - own_ns) / (steps_after - steps) / 1e3
         return Turn(median(each.tpot_ms for each in times), beside.tpot_ms, own_us)
@@ -134,8 +133,8 @@ def built(number: int) -> Grammar:
 
 
 async def compare(run: Run, name: str, config: EngineConfig, streams: int) -> tuple[Turn, float, float]:
-    """Returns the ratios of structured over plain turns, and milliseconds to the first token over plain: with schemas
-    that are new, and with one that is known."""
+    """Returns the ratios of structured over plain turns, and milliseconds to the first token over plain: with new
+    schemas, and with a known one."""
     plain: list[Turn] = []
     structured: list[Turn] = []
     async with serving(config) as engine:

@@ -51,12 +51,13 @@ void choose(u64 address, i64 stride, u64 vocabulary, Float32Array temperatures, 
 }  // namespace
 
 void bind_token_choice(nb::module_& m) {
-    m.def("choose_tokens", &choose, "address"_a, "stride"_a, "vocabulary"_a, "temperatures"_a, "top_ks"_a, "top_ps"_a,
-          "min_ps"_a, "draws"_a, "masked"_a, "bits"_a, "ids"_a, "results"_a, "threads"_a,
-          "Chooses a token from each row of float32 logits. `temperatures`: 0: the likeliest token. `draws`: of [0, 1). "
-          "`masked`: rows of which only the tokens with a set bit may come; the logits of the others become -inf. "
-          "`results`: 0: chosen; 1: the greatest logit is no number; 2: the mask leaves no token. The caller checks the "
-          "address; the stride is in elements.");
+    m.def(
+        "choose_tokens", &choose, "address"_a, "stride"_a, "vocabulary"_a, "temperatures"_a, "top_ks"_a, "top_ps"_a,
+        "min_ps"_a, "draws"_a, "masked"_a, "bits"_a, "ids"_a, "results"_a, "threads"_a,
+        "Chooses a token from each row of float32 logits. `temperatures`: 0: the likeliest token. `draws`: of [0, 1). "
+        "`masked`: rows of which only the tokens with a set bit may come; the logits of the others become -inf. "
+        "`results`: 0: chosen; 1: the greatest logit is no number; 2: the mask leaves no token. The caller checks the "
+        "address; the stride is in elements.");
 }
 
 }  // namespace penstock::engine

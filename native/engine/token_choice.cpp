@@ -1,4 +1,5 @@
-// token_choice.cpp: which kernels of token_choice.h run, in how many threads, and how the kept tokens of a row are found.
+// token_choice.cpp: which kernels of token_choice.h run, in how many threads, and how the tokens that `top_k` and
+// `top_p` leave are found.
 #include "token_choice.h"
 
 #include <algorithm>
@@ -24,11 +25,13 @@ const TokenKernels& kernels() {
     return token_choice_portable();
 }
 
-// One row whose greatest logit is a number.
+// A row with a number as its greatest logit.
 class Row {
    public:
     Row(const TokenChoices& of, u64 row, float greatest)
-        : of_(of), row_(row), logits_(of.logits + static_cast<i64>(row) * of.stride),
+        : of_(of),
+          row_(row),
+          logits_(of.logits + static_cast<i64>(row) * of.stride),
           how_{greatest, LOG2_E / of.temperatures[row], LOWEST, of.min_ps[row]} {}
 
     i32 draw() {
@@ -77,40 +80,40 @@ class Row {
         u64 top_k = std::min(static_cast<u64>(of_.top_ks[row_]), size());
         float top_p = of_.top_ps[row_];
         if (top_k == size() && top_p >= 1.0f) return LOWEST;
-        float* kept = scratch<TokenKernels, float>(std::min(2 * top_k, size()) + 1024 + TokenKernels::GATHERED);
-        u64 count = top_k < size() ? likeliest(top_k, kept) : 0;
-        if (top_p >= 1.0f) return *std::min_element(kept, kept + count);
-        double total = top_k < size() ? sum(kept, count) : sum(logits_, size());
+        float* candidates = scratch<TokenKernels, float>(std::min(2 * top_k, size()) + 1024 + TokenKernels::GATHERED);
+        u64 count = top_k < size() ? likeliest(top_k, candidates) : 0;
+        if (top_p >= 1.0f) return *std::min_element(candidates, candidates + count);
+        double total = top_k < size() ? sum(candidates, count) : sum(logits_, size());
         if (top_k == size()) {
             // All tokens below this weight together have less than 1 - top_p; a rounding error is less than the factor.
             double least = 0.99 * (1.0 - static_cast<double>(top_p)) * total / static_cast<double>(size());
             u64 next = 0;
             float logit = least > 0.0 ? how_.greatest + static_cast<float>(std::log2(least)) / how_.scale : LOWEST;
-            count = kernels().gather(logits_, &next, size(), logit, kept, size() + TokenKernels::GATHERED);
+            count = kernels().gather(logits_, &next, size(), logit, candidates, size() + TokenKernels::GATHERED);
         }
-        return last_of(kept, count, top_p * total);
+        return last_of(candidates, count, top_p * total);
     }
-    // Writes the `top_k` greatest logits to `kept`, in any order. Fewer if no more are above -inf.
-    u64 likeliest(u64 top_k, float* kept) const {
+    // Writes the `top_k` greatest logits to `candidates`, in any order. Fewer if no more are above -inf.
+    u64 likeliest(u64 top_k, float* candidates) const {
         u64 room = std::min(2 * top_k, size()) + 1024 + TokenKernels::GATHERED, next = 0, count = 0;
         float least = LOWEST;
         while (true) {
-            count += kernels().gather(logits_, &next, size(), least, kept + count, room - count);
+            count += kernels().gather(logits_, &next, size(), least, candidates + count, room - count);
             if (count > top_k) {
-                std::nth_element(kept, kept + top_k - 1, kept + count, std::greater<>());
+                std::nth_element(candidates, candidates + top_k - 1, candidates + count, std::greater<>());
                 count = top_k;
-                least = kept[top_k - 1];
+                least = candidates[top_k - 1];
             }
             if (next >= size()) return count;
         }
     }
-    // The last of the greatest logits that are needed for a sum of weights. Sorts a part of `kept`.
-    float last_of(float* kept, u64 count, double needed) const {
+    // The last of the greatest logits that are needed for a sum of weights. Sorts a part of `candidates`.
+    float last_of(float* candidates, u64 count, double needed) const {
         u64 first = 0, end = count;
         while (end - first > 32) {
             u64 middle = first + (end - first) / 2;
-            std::nth_element(kept + first, kept + middle, kept + end, std::greater<>());
-            double upper = sum(kept + first, middle - first);
+            std::nth_element(candidates + first, candidates + middle, candidates + end, std::greater<>());
+            double upper = sum(candidates + first, middle - first);
             if (upper < needed) {
                 needed -= upper;
                 first = middle;
@@ -118,11 +121,11 @@ class Row {
                 end = middle;
             }
         }
-        std::sort(kept + first, kept + end, std::greater<>());
-        float last = kept[first];
+        std::sort(candidates + first, candidates + end, std::greater<>());
+        float last = candidates[first];
         for (; first < end && needed > 0.0; ++first) {
-            last = kept[first];
-            needed -= sum(kept + first, 1);
+            last = candidates[first];
+            needed -= sum(candidates + first, 1);
         }
         return last;
     }
@@ -142,7 +145,7 @@ Choice choose(const TokenChoices& choices, u64 row) {
     choices.ids[row] = choices.temperatures[row] == 0.0f
                            ? static_cast<i32>(kernels().find(logits, choices.vocabulary, maxima.allowed))
                            : Row(choices, row, maxima.allowed).draw();
-    return Choice::made;
+    return Choice::token;
 }
 
 }  // namespace

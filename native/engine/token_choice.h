@@ -16,7 +16,7 @@ struct RowMaxima {
 
 // How the logits of a row become weights: 1 for the likeliest token, 0 below one of the limits.
 struct Weighing {
-    float greatest, scale;      // a weight is 2^((logit - greatest) * scale)
+    float greatest, scale;  // a weight is 2^((logit - greatest) * scale)
     float least_logit, least_weight;
 };
 
@@ -24,14 +24,14 @@ struct TokenKernels {
     static constexpr u64 BLOCK = 1024;       // tokens of which a draw knows the sum before it looks at each
     static constexpr u64 GATHERED = 4 * 16;  // `gather` looks at so many logits at once, or fewer
 
-    // Returns the maxima of a row. Logits whose bit is not set become -inf. `allowed`: nullptr: all may come.
+    // Returns the maxima of a row. Logits without a set bit become -inf. `allowed`: nullptr: all may come.
     RowMaxima (*mask)(float* logits, const u32* allowed, u64 size);
     // Returns the first token with a logit of this value, or `size`.
     u64 (*find)(const float* logits, u64 size, float value);
     // Writes logits from `*next` on that are greater than `least` to `out`, until there may be no room.
     // Returns how many, and moves `*next`.
     u64 (*gather)(const float* logits, u64* next, u64 size, float least, float* out, u64 room);
-    // Returns the sum of the weights. `weights` gets them; nullptr: nobody needs them.
+    // Returns the sum of the weights. `weights`: room for each weight, or nullptr.
     float (*weigh)(const float* logits, u64 size, const Weighing& how, float* weights);
 };
 
@@ -42,7 +42,7 @@ TokenKernelsOf token_choice_avx2;
 TokenKernelsOf token_choice_avx512;
 #endif
 
-enum class Choice : u8 { made = 0, no_number = 1, none_allowed = 2 };
+enum class Choice : u8 { token = 0, no_number = 1, none_allowed = 2 };
 
 // Columns have an entry for each row.
 struct TokenChoices {

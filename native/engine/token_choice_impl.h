@@ -24,9 +24,9 @@ inline Indices lanes_of(u32 word) {
 }
 
 inline bool any(Indices lanes) {
-    i32 found = 0;
-    for (u64 lane = 0; lane < LANES; ++lane) found |= lanes[lane];
-    return found != 0;
+    i32 all = 0;
+    for (u64 lane = 0; lane < LANES; ++lane) all |= lanes[lane];
+    return all != 0;
 }
 
 inline float greatest_of(Floats numbers) {
@@ -40,15 +40,15 @@ constexpr u64 STRIDE = PARTS * LANES;
 
 template <bool is_masked>
 inline RowMaxima mask_row(float* logits, const u32* allowed, u64 size) {
-    Floats all[PARTS], kept[PARTS];
-    for (u64 part = 0; part < PARTS; ++part) all[part] = kept[part] = Floats{} + LOWEST;
+    Floats all[PARTS], left[PARTS];
+    for (u64 part = 0; part < PARTS; ++part) all[part] = left[part] = Floats{} + LOWEST;
     Indices nan = {};
     auto take = [&](u64 at, u64 part, Floats row) __attribute__((always_inline)) {
         nan |= row != row;
         all[part] = row > all[part] ? row : all[part];
         if (!is_masked) return;
         row = lanes_of(allowed[at / 32] >> at % 32) ? row : Floats{} + LOWEST;
-        kept[part] = row > kept[part] ? row : kept[part];
+        left[part] = row > left[part] ? row : left[part];
         store_part<Float32>(logits, at, size, row);
     };
     u64 at = 0;
@@ -56,13 +56,13 @@ inline RowMaxima mask_row(float* logits, const u32* allowed, u64 size) {
         for (u64 part = 0; part < PARTS; ++part)
             take(at + part * LANES, part, Float32::load(logits + at + part * LANES));
     for (; at < size; at += LANES) take(at, 0, load_logits(logits, at, size));
-    float greatest = LOWEST, greatest_kept = LOWEST;
+    float greatest = LOWEST, greatest_left = LOWEST;
     for (u64 part = 0; part < PARTS; ++part) {
-        float own = greatest_of(all[part]), own_kept = greatest_of(kept[part]);
+        float own = greatest_of(all[part]), own_left = greatest_of(left[part]);
         greatest = own > greatest ? own : greatest;
-        greatest_kept = own_kept > greatest_kept ? own_kept : greatest_kept;
+        greatest_left = own_left > greatest_left ? own_left : greatest_left;
     }
-    return {greatest, is_masked ? greatest_kept : greatest, any(nan)};
+    return {greatest, is_masked ? greatest_left : greatest, any(nan)};
 }
 
 RowMaxima mask(float* logits, const u32* allowed, u64 size) {

@@ -18,13 +18,17 @@ NO_MASKS = TokenMasks(np.zeros(0, np.int64), np.zeros((0, 0), np.int32), {})
 Floats = npt.NDArray[np.float32]
 
 
-class CpuRows(NamedTuple):
+class CpuSampler(NamedTuple):
     """The rows of a batch: how each of them chooses."""
 
     temperatures: Floats  # 0: the likeliest id
     top_ks: Index
     top_ps: Floats
     min_ps: Floats
+
+    @classmethod
+    def of(cls, slots: Index, temperatures: Floats, top_ks: Index, top_ps: Floats, min_ps: Floats) -> CpuSampler:
+        return cls(temperatures[slots], top_ks[slots], top_ps[slots], min_ps[slots])
 
     def choose(self, logits: Tensor, masks: TokenMasks | None, draws: Floats) -> tuple[Tensor, Tensor, Tensor]:
         """Returns ids (int32), whether the logits of a row are not finite, and whether its mask leaves no id. Masks are

@@ -17,7 +17,7 @@ import torch
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, SamplingParams
 from penstock.engine.worker.bad_words import BadWords
-from penstock.engine.worker.cpu_sampler import CpuRows
+from penstock.engine.worker.cpu_sampler import CpuSampler
 from penstock.engine.worker.grammars import TokenMasks
 from penstock.engine.worker.input_batch import moved, unpacked
 
@@ -141,7 +141,7 @@ class Sampler:
         """`seed` is the request's; `sample` is the index among its `n`; `generated` are the ids before the sample was
         resumed."""
         self.leave(slot)
-        self._temperatures[slot] = params.temperature
+        self._temperatures[slot] = params.temperature if params.temperature >= GREEDY else 0
         self._top_ps[slot] = params.top_p
         self._top_ks[slot] = min(params.top_k, self._vocabulary) or self._vocabulary
         self._min_ps[slot] = params.min_p
@@ -226,16 +226,6 @@ class Sampler:
             bad_words.add(ids[row : row + 1])
         return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None, is_stuck)
 
-    def _cpu_rows(self, slots: Index) -> CpuRows:
-        temperatures = self._temperatures[slots]
-        is_greedy = temperatures < GREEDY
-        return CpuRows(
-            np.where(is_greedy, np.float32(0), temperatures),
-            self._top_ks[slots],
-            self._top_ps[slots],
-            self._min_ps[slots],
-        )
-
     def _adjusted(self, batch: _Batch, logits: torch.Tensor, is_early: npt.NDArray[np.bool_] | None) -> torch.Tensor:
         """Returns float32 logits with penalties, biases, allowed ids and, before `min_tokens`, without ends."""
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
@@ -275,7 +265,11 @@ class _Batch:
         self.asking = np.flatnonzero(s._logprobs[slots])
         self.asking_rows = sampler._ids(self.asking)
         self.due = s._logprobs[slots[self.asking]]
-        self.rows = s._cpu_rows(slots) if device.type == "cpu" else _RandomRows(s, slots)
+        self.rows = (
+            CpuSampler.of(slots, s._temperatures, s._top_ks, s._top_ps, s._min_ps)
+            if device.type == "cpu"
+            else _RandomRows(s, slots)
+        )
         # ── penalties ──
         penalized = np.flatnonzero(s._is_penalized[slots])
         self.has_penalties = bool(penalized.size)
@@ -325,7 +319,7 @@ class _RandomRows:
             return moved(of[slots[rows]], s._device)[:, None]
 
         self._vocabulary, self._device = s._vocabulary, s._device
-        self._random = random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
+        self._random = random = np.flatnonzero(s._temperatures[slots])
         self._rows = s._ids(random)
         random_slots = slots[random]
         self._temperatures = column(s._temperatures, random)

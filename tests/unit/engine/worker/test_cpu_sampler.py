@@ -1,4 +1,4 @@
-"""The native choice of tokens beside a reference in float64, for rows of many blocks and any kept part."""
+"""The native choice of tokens beside a reference in float64, with rows of many blocks."""
 
 import math
 from typing import Any
@@ -8,14 +8,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.engine.worker.cpu_sampler import CpuRows  # noqa: E402  (it needs torch)
+from penstock.engine.worker.cpu_sampler import CpuSampler  # noqa: E402  (it needs torch)
 from penstock.engine.worker.grammars import TokenMasks  # noqa: E402
 
 SIZES = [1, 3, 33, 1000, 1024, 1025, 5003, 40_000]
 
 
 def kept_weights(logits: Any, temperature: float, top_k: int, top_p: float, min_p: float) -> Any:
-    """Weights of float64, 0 for tokens that are not kept."""
+    """Weights of float64, 0 for tokens that the limits leave out."""
     weights = np.exp((logits - logits.max()) / temperature)
     best = np.sort(weights)[::-1][:top_k]
     sums = np.cumsum(best)
@@ -25,7 +25,7 @@ def kept_weights(logits: Any, temperature: float, top_k: int, top_p: float, min_
 
 def rows_of(count: int, temperature: float = 1.0, top_k: int = 1 << 40, top_p: float = 1.0, min_p: float = 0.0) -> Any:
     columns = (temperature, np.float32), (top_k, np.int64), (top_p, np.float32), (min_p, np.float32)
-    return CpuRows(*(np.full(count, value, dtype) for value, dtype in columns))
+    return CpuSampler(*(np.full(count, value, dtype) for value, dtype in columns))
 
 
 def packed(is_allowed: Any) -> Any:
@@ -36,7 +36,7 @@ def packed(is_allowed: Any) -> Any:
 
 
 def require_near(weights: Any, draw: float, token: int, slack: float) -> None:
-    """The token is the one at `draw` of the sum of the weights, or another one whose part ends that near to it."""
+    """The token is the one at `draw` of the sum of the weights, or a neighbour with an end that near to it."""
     sums = np.concatenate([[0], np.cumsum(weights)]) / weights.sum()
     assert weights[token] > 0
     assert sums[token] - slack <= draw <= sums[token + 1] + slack
@@ -90,8 +90,8 @@ def test_first_of_the_greatest_logits_is_the_likeliest(size: int) -> None:
     logits = np.random.default_rng(size).integers(-4, 4, (64, size)).astype(np.float32)
     is_allowed = logits < 2
     is_allowed[:, -1] = True
-    kept = np.where(is_allowed, logits, -np.inf)
-    for masks, expected in (None, logits), (TokenMasks(np.arange(64), packed(is_allowed), {}), kept):
+    masked = np.where(is_allowed, logits, -np.inf)
+    for masks, expected in (None, logits), (TokenMasks(np.arange(64), packed(is_allowed), {}), masked):
         ids, *_ = rows_of(64, 0.0).choose(torch.from_numpy(logits.copy()), masks, np.zeros(64, np.float32))
         assert ids.tolist() == expected.argmax(1).tolist()
 
