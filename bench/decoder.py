@@ -3,7 +3,7 @@
 Random weights in layers of real shapes. Each way computes the same steps of 1 and of 8 rows, with logits. A rank of
 two has one thread, and a worker alone has two.
 
-    scripts/bench decoder [--families qwen3,gemma2,gemma3_text] [--dtypes bfloat16,float32] [--layers 8] [--rounds 7]
+    scripts/bench decoder [--families qwen3,gemma2,gemma3_text] [--dtypes bfloat16,float32] [--layers 8] [--length 64]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import SamplingParams
 
-BLOCK_SIZE, LENGTH = 16, 64  # tokens of each row
+BLOCK_SIZE = 16
 ROWS = (1, 8)
 STEPS_S = 0.4  # of one turn
 GEMMA = {"head_dim": 256, "num_attention_heads": 4, "num_key_value_heads": 1, "tie_word_embeddings": True}
@@ -55,7 +55,7 @@ def write_model(folder: Path, family: str, layers: int, ids: int) -> None:
 
 
 def compute_turns(
-    pipe: Any, rendezvous: Rendezvous | None, rank: int, size: int, threads: int, path: Path, dtype: str
+    pipe: Any, rendezvous: Rendezvous | None, rank: int, size: int, threads: int, path: Path, dtype: str, length: int
 ) -> None:
     """Computes steps as a rank. Receives (way, rows, steps), and sends the seconds of these steps."""
     import torch
@@ -72,7 +72,8 @@ def compute_turns(
     ranks = TPGroup(rank, size, rendezvous)
     device = torch.device("cpu")
     model = load(path, ranks, device, dtype)
-    memory = model.memory(2 * max(ROWS) * LENGTH // BLOCK_SIZE, BLOCK_SIZE)
+    num_blocks = max(ROWS) * length // BLOCK_SIZE
+    memory = model.memory(num_blocks, BLOCK_SIZE)
     decoder = model._decoder
     layers = [module for module in model.stock.modules() if isinstance(vars(module).get("forward"), CpuLayer)]
     natives = [layer.forward for layer in layers]
@@ -82,12 +83,12 @@ def compute_turns(
         model._decoder = decoder if way == NATIVE else None
         for layer, native in zip(layers, natives, strict=True):
             layer.forward = native if way == NATIVE else native.stock
-        batch = BatchState(rows, 256, BLOCK_SIZE)
+        batch = BatchState(rows, num_blocks, BLOCK_SIZE)
         builder = StepBuilder(batch)
         for row in range(rows):
-            blocks = range(row * LENGTH // BLOCK_SIZE, (row + 1) * LENGTH // BLOCK_SIZE)
-            prompt = np.zeros(LENGTH, np.int32)
-            builder.join(row, prompt, SamplingParams(), list(blocks), computed=LENGTH - 1, chunk=1)
+            blocks = range(row * length // BLOCK_SIZE, (row + 1) * length // BLOCK_SIZE)
+            prompt = np.zeros(length, np.int32)
+            builder.join(row, prompt, SamplingParams(), list(blocks), computed=length - 1, chunk=1)
         batch.apply(builder.build(1, 1))
         input_batch = build_batch(batch)
         ids = torch.arange(rows)
@@ -104,14 +105,16 @@ def compute_turns(
 class Worker:
     """The processes of a model, which compute steps together."""
 
-    def __init__(self, stack: ExitStack, size: int, threads: int, path: Path, dtype: str) -> None:
+    def __init__(self, stack: ExitStack, size: int, threads: int, path: Path, dtype: str, length: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes = []
         rendezvous = stack.enter_context(closing(Rendezvous.open())) if size > 1 else None
         for rank in range(size):
             own, other = context.Pipe()
             place = None if rendezvous is None else rendezvous.of_rank(rank)
-            process = context.Process(target=compute_turns, args=(other, place, rank, size, threads, path, dtype))
+            process = context.Process(
+                target=compute_turns, args=(other, place, rank, size, threads, path, dtype, length)
+            )
             process.start()
             stack.callback(process.join, 20)
             stack.callback(own.send, None)
@@ -131,7 +134,7 @@ def measure(run: Run, family: str, dtype: str, options: Any) -> dict[tuple[str, 
         write_model(path, family, options.layers, options.ids)
     rates: dict[tuple[str, int], list[float]] = {}
     with ExitStack() as stack:
-        alone, ranks = (Worker(stack, size, 3 - size, path, dtype) for size in (1, 2))
+        alone, ranks = (Worker(stack, size, 3 - size, path, dtype, options.length) for size in (1, 2))
         if not (alone.is_native and ranks.is_native):
             raise RuntimeError(f"{family}: expected native layers, got modules")
         for number in range(options.rounds + 1):
@@ -165,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_line("decoder", __doc__)
     parser.add_argument("--families", default=",".join(SHAPES))
     parser.add_argument("--dtypes", default="bfloat16,float32")
-    for name, default in {"layers": 8, "ids": 32_000, "rounds": 7}.items():
+    for name, default in {"layers": 8, "ids": 32_000, "rounds": 7, "length": 64}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args(arguments)
     with Run("decoder", options) as run:

@@ -21,8 +21,14 @@ void paged_attention(const PagedAttention& problem, u64 first, u64 last, float* 
 void attend_rows(const PagedAttention& problem, u64 threads) {
     constexpr u64 MIN_PARALLEL_PRODUCTS = 1 << 18;  // several times what it takes to wake a thread
     if (problem.products() < MIN_PARALLEL_PRODUCTS) threads = 1;
-    ThreadTeam::get().run(threads, problem.num_pairs(), [&](u64 pair) {
-        paged_attention(problem, pair, pair + 1, scratch<PagedAttention, float>(problem.scratch_size()));
+    // KV heads of a sequence are computed together, as their keys lie side by side, unless other threads would wait for
+    // a long sequence.
+    u64 heads = problem.num_kv_heads, parts = threads < heads ? threads : heads;
+    if (problem.num_seqs >= 4 * threads && problem.longest() * threads <= problem.positions()) parts = 1;
+    ThreadTeam::get().run(threads, problem.num_seqs * parts, [&](u64 chunk) {
+        u64 begin = chunk / parts * heads, part = chunk % parts;
+        paged_attention(problem, begin + part * heads / parts, begin + (part + 1) * heads / parts,
+                        scratch<PagedAttention, float>(problem.scratch_size()));
     });
 }
 

@@ -2,8 +2,8 @@
 //
 // Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) over blocks named by a block table (PagedAttention,
 // Kwon et al. 2023, arXiv:2309.06180), with the softmax computed tile by tile as in FlashAttention (Dao et al. 2022,
-// arXiv:2205.14135). A (sequence, KV head) pair is the unit of work, as in Flash-Decoding (Dao et al. 2023), but the
-// keys of one pair are not split among threads: so the result does not depend on the number of threads.
+// arXiv:2205.14135). Threads share out (sequence, KV head) pairs; the keys of one pair are not split among threads, as
+// they are in Flash-Decoding (Dao et al. 2023): so the result does not depend on the number of threads.
 //
 // The kernel is compiled once per instruction set. A file that is compiled for AVX2 may not define an inline function
 // that others define, too: the linker could take that copy for every processor. So this header includes no header with
@@ -42,18 +42,27 @@ struct PagedAttention {
 
     [[gnu::always_inline]] u64 heads_per_kv_head() const { return num_heads / num_kv_heads; }
     u64 num_pairs() const { return num_seqs * num_kv_heads; }
-    u64 products() const {  // of all pairs
-        u64 positions = 0;
-        for (u64 seq = 0; seq < num_seqs; ++seq) positions += static_cast<u64>(seq_lens[seq] - first_positions[seq]);
-        return positions * num_heads * (key_size + value_size);
+    u64 positions_of(u64 seq) const { return static_cast<u64>(seq_lens[seq] - first_positions[seq]); }
+    u64 positions() const {  // of all sequences
+        u64 sum = 0;
+        for (u64 seq = 0; seq < num_seqs; ++seq) sum += positions_of(seq);
+        return sum;
     }
+    u64 longest() const {
+        u64 most = 0;
+        for (u64 seq = 0; seq < num_seqs; ++seq) most = positions_of(seq) > most ? positions_of(seq) : most;
+        return most;
+    }
+    u64 products() const { return positions() * num_heads * (key_size + value_size); }  // of all pairs
     // Floats: a tile of keys or values as float32, which is needed for bfloat16.
     [[gnu::always_inline]] u64 tile_size() const {
         return dtype == DType::float32 ? 0 : TILE * (key_size > value_size ? key_size : value_size);
     }
     // Floats of scratch memory that a call needs. At the start of a cache line, no vector of the tile lies in two
     // lines: else bfloat16 took up to 1.3 times as long.
-    u64 scratch_size() const { return tile_size() + heads_per_kv_head() * (key_size + value_size + TILE + 2); }
+    u64 scratch_size() const {
+        return tile_size() + heads_per_kv_head() * TILE + num_heads * (key_size + value_size + 2);
+    }
 };
 
 // Raises std::invalid_argument where a sequence attends to nothing, or to a block that is not there.

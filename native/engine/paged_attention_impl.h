@@ -110,23 +110,14 @@ inline void from_bfloat16(float* out, const u16* numbers, u64 count) {
 }
 
 // Finds the keys (or values) of `count` positions of a KV head through the block table: rows[i] points into the cache,
-// or, of bfloat16, into the tile, which holds them as float32. Fetches those of the next tile, up to the position
-// `end`.
+// or, of bfloat16, into the tile, which holds them as float32.
 inline void gather(const PagedAttention& p, const i32* table, const void* cache, u64 size, u64 kv_head, u64 position,
-                   u64 count, u64 end, float* tile, const float** rows) {
-    u64 nbytes = size * (p.dtype == DType::float32 ? sizeof(float) : sizeof(u16));
-    u64 next = position + PagedAttention::TILE, next_index = next / p.block_size, next_within = next % p.block_size;
+                   u64 count, float* tile, const float** rows) {
     u64 index = position / p.block_size, within = position % p.block_size, stride = p.num_kv_heads * size;
     for (u64 i = 0; i < count; within = 0, ++index) {
         u64 offset = ((static_cast<u64>(table[index]) * p.block_size + within) * p.num_kv_heads + kv_head) * size;
         u64 until = count - i < p.block_size - within ? count : i + p.block_size - within;
         for (; i < until; ++i, offset += stride) {
-            if (next + i < end) {
-                u64 place = static_cast<u64>(table[next_index]) * p.block_size + next_within;
-                const u8* row = static_cast<const u8*>(cache) + (place * p.num_kv_heads + kv_head) * nbytes;
-                for (u64 line = 0; line < nbytes; line += 64) __builtin_prefetch(row + line);
-                if (++next_within == p.block_size) next_within = 0, ++next_index;
-            }
             if (p.dtype == DType::float32) {
                 rows[i] = static_cast<const float*>(cache) + offset;
             } else {
@@ -137,15 +128,34 @@ inline void gather(const PagedAttention& p, const i32* table, const void* cache,
     }
 }
 
-// All query heads of one KV head of one sequence.
-void compute_pair(const PagedAttention& p, u64 seq, u64 kv_head, float* scratch) {
-    u64 num_heads = p.heads_per_kv_head(), first_head = kv_head * num_heads;
+// Reads a byte of each cache line of keys (or values) of the KV heads [first, last), in the order in which they lie in
+// memory: so the processor's own prefetcher reads ahead. The rows of one head alone lie apart, and waited for two dozen
+// lines at a time: with prefetch instructions, a step of 8 rows and 2,048 positions took 1.4 times as long.
+inline void fetch(const PagedAttention& p, const i32* table, const void* cache, u64 size, u64 first, u64 last,
+                  u64 position, u64 end) {
+    u64 nbytes = size * (p.dtype == DType::float32 ? sizeof(float) : sizeof(u16));
+    u64 sink = 0, index = position / p.block_size, within = position % p.block_size;
+    while (position < end) {
+        u64 count = end - position < p.block_size - within ? end - position : p.block_size - within;
+        u64 place = static_cast<u64>(table[index]) * p.block_size + within;
+        const u8* row = static_cast<const u8*>(cache) + (place * p.num_kv_heads + first) * nbytes;
+        for (u64 i = 0; i < count; ++i, row += p.num_kv_heads * nbytes)
+            for (u64 line = 0; line < (last - first) * nbytes; line += 64) sink += row[line];
+        position += count, within = 0, ++index;
+    }
+    __asm__ volatile("" : : "r"(sink));
+}
+
+// All query heads of the KV heads [first, last) of one sequence. A tile of positions is computed for all of them before
+// the next one: their keys lie side by side, and share the pages of memory.
+void compute_heads(const PagedAttention& p, u64 seq, u64 first, u64 last, float* scratch) {
+    u64 group = p.heads_per_kv_head(), first_head = first * group, num_heads = (last - first) * group;
     float* tile = scratch;
-    float* queries = tile + p.tile_size();                      // [num_heads, key_size], scaled
-    float* sums = queries + num_heads * p.key_size;             // [num_heads, value_size], of weights times values
-    float* scores = sums + num_heads * p.value_size;            // [num_heads, TILE]
-    float* maxima = scores + num_heads * PagedAttention::TILE;  // [num_heads], the greatest score so far
-    float* weights = maxima + num_heads;                        // [num_heads], the sum of exp(score - maximum) so far
+    float* queries = tile + p.tile_size();                  // [num_heads, key_size], scaled
+    float* sums = queries + num_heads * p.key_size;         // [num_heads, value_size], of weights times values
+    float* scores = sums + num_heads * p.value_size;        // [group, TILE]
+    float* maxima = scores + group * PagedAttention::TILE;  // [num_heads], the greatest score so far
+    float* weights = maxima + num_heads;                    // [num_heads], the sum of exp(score - maximum) so far
     const float* rows[PagedAttention::TILE];
     const i32* table = p.block_tables + seq * p.table_width;
 
@@ -162,21 +172,31 @@ void compute_pair(const PagedAttention& p, u64 seq, u64 kv_head, float* scratch)
         maxima[i] = p.sinks == nullptr ? NO_SCORE : p.sinks[first_head + i];
         weights[i] = p.sinks == nullptr ? 0.0f : 1.0f;
     }
-    u64 end = static_cast<u64>(p.seq_lens[seq]);
-    for (u64 position = static_cast<u64>(p.first_positions[seq]); position < end; position += PagedAttention::TILE) {
-        u64 count = end - position < PagedAttention::TILE ? end - position : PagedAttention::TILE;
-        gather(p, table, p.keys, p.key_size, kv_head, position, count, end, tile, rows);
-        for (u64 i = 0; i < num_heads; ++i)
-            compute_scores(scores + i * PagedAttention::TILE, queries + i * p.key_size, rows, count, p.key_size);
-        gather(p, table, p.values, p.value_size, kv_head, position, count, end, tile, rows);
-        for (u64 i = 0; i < num_heads; ++i) {
-            float* head_scores = scores + i * PagedAttention::TILE;
-            if (p.softcap != 0.0f) cap_scores(head_scores, (count + LANES - 1) / LANES * LANES, 1.0f, p.softcap);
-            float max = find_max(head_scores, count, maxima[i]);
-            float rescale = exp_nonpositive(maxima[i] - max);  // what was summed up so far was relative to the old one
-            maxima[i] = max;
-            weights[i] = weights[i] * rescale + exponentiate(head_scores, count, max);
-            accumulate(sums + i * p.value_size, rescale, head_scores, rows, count, p.value_size);
+    constexpr u64 TILE = PagedAttention::TILE, FETCHED = 4 * TILE;
+    u64 end = static_cast<u64>(p.seq_lens[seq]), begin = static_cast<u64>(p.first_positions[seq]);
+    auto least = [](u64 left, u64 right) { return left < right ? left : right; };
+    for (u64 position = begin; position < end; position += TILE) {
+        u64 count = least(end - position, TILE);
+        if ((position - begin) % FETCHED == 0) {
+            fetch(p, table, p.keys, p.key_size, first, last, position, least(position + FETCHED, end));
+            fetch(p, table, p.values, p.value_size, first, last, position, least(position + FETCHED, end));
+        }
+        for (u64 kv_head = first; kv_head < last; ++kv_head) {
+            u64 head_begin = (kv_head - first) * group;
+            gather(p, table, p.keys, p.key_size, kv_head, position, count, tile, rows);
+            for (u64 i = 0; i < group; ++i)
+                compute_scores(scores + i * TILE, queries + (head_begin + i) * p.key_size, rows, count, p.key_size);
+            gather(p, table, p.values, p.value_size, kv_head, position, count, tile, rows);
+            for (u64 i = 0; i < group; ++i) {
+                u64 head = head_begin + i;
+                float* head_scores = scores + i * TILE;
+                if (p.softcap != 0.0f) cap_scores(head_scores, (count + LANES - 1) / LANES * LANES, 1.0f, p.softcap);
+                float max = find_max(head_scores, count, maxima[head]);
+                float rescale = exp_nonpositive(maxima[head] - max);  // the sums so far are relative to the old maximum
+                maxima[head] = max;
+                weights[head] = weights[head] * rescale + exponentiate(head_scores, count, max);
+                accumulate(sums + head * p.value_size, rescale, head_scores, rows, count, p.value_size);
+            }
         }
     }
     for (u64 i = 0; i < num_heads; ++i) {
@@ -194,8 +214,12 @@ void compute_pair(const PagedAttention& p, u64 seq, u64 kv_head, float* scratch)
 }  // namespace
 
 void PENSTOCK_KERNEL(const PagedAttention& problem, u64 first, u64 last, float* scratch) {
-    for (u64 pair = first; pair < last; ++pair)
-        compute_pair(problem, pair / problem.num_kv_heads, pair % problem.num_kv_heads, scratch);
+    while (first < last) {
+        u64 seq = first / problem.num_kv_heads, begin = seq * problem.num_kv_heads;
+        u64 end = begin + problem.num_kv_heads < last ? begin + problem.num_kv_heads : last;
+        compute_heads(problem, seq, first - begin, end - begin, scratch);
+        first = end;
+    }
 }
 
 }  // namespace penstock::engine
