@@ -147,10 +147,14 @@ class SubmittedRequest:
         self.migrations -= self.failed_migrations
         self.failed_migrations = 0
 
-    def drop(self) -> None:
-        """Drops all ids: the request is too long."""
+    def trim(self) -> int:
+        """Drops all ids of a request that is too long. Returns the number of tokens that are kept."""
+        kept = self.kept_tokens
+        if kept <= self._max_tokens:
+            return kept
         self._is_dropped = True
         self.generated.clear()
+        return self.first.prompt.size
 
     def submit(self, request: int) -> Submit:
         """Returns the message that begins the request, or continues it, under this number."""
