@@ -205,8 +205,7 @@ class Parts {
     }
     void add_bytes(PyObject* object) { add(PyBytes_AS_STRING(object), static_cast<u64>(PyBytes_GET_SIZE(object))); }
     void add_buffer(PyObject* object) {
-        Py_buffer view;
-        if (PyObject_GetBuffer(object, &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+        Py_buffer view = get_buffer(object);
         views_.push_back(view);
         add(view.buf == nullptr ? "" : view.buf, static_cast<u64>(view.len));
     }
