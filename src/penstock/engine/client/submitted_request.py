@@ -148,10 +148,10 @@ class SubmittedRequest:
         self.failed_migrations = 0
 
     def trim(self) -> int:
-        """Drops all ids of a request that is too long. Returns the number of tokens that are kept."""
-        kept = self.kept_tokens
-        if kept <= self._max_tokens:
-            return kept
+        """Drops the ids of a request above the limit. Returns the number of kept tokens."""
+        tokens = self.kept_tokens
+        if tokens <= self._max_tokens:
+            return tokens
         self._is_dropped = True
         self.generated.clear()
         return self.first.prompt.size
