@@ -95,7 +95,7 @@ def test_object_without_a_buffer_is_refused_by_send(record: object) -> None:
 
 
 def pointers() -> list[Any]:
-    """Returns buffers that hold addresses of this process."""
+    """Returns buffers with addresses of this process."""
 
     class Pair(ctypes.Structure):
         _fields_ = (("O", ctypes.c_int), ("at", ctypes.POINTER(ctypes.c_int)))
@@ -118,7 +118,7 @@ def test_objects_and_pointers_are_refused(buffer: Any) -> None:
         assert receiver.receive(timeout=1) == b"last"
 
 
-def test_buffers_of_numbers_are_sent_whatever_their_format() -> None:
+def test_buffers_of_numbers_are_sent_in_any_format() -> None:
     fields = np.zeros(2, [("O", "i4"), ("z", "f8", (2,))])
     arrays = [np.ones(2, dtype) for dtype in ("c8", "c16", "f2", ">i4", "M8[s]", "S3", "U2", "V5", "?")]
     foreign: list[Any] = [(ctypes.c_int * 2)(1, 2), memoryview(bytes(6)).cast("B", (2, 3))]
