@@ -183,3 +183,10 @@ def test_program_without_a_main_block_fails_with_one_sentence(fork_server: str, 
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
     assert lines[-1].endswith("start the engine only in the block of `if __name__ == '__main__'`"), done.stderr
+
+
+def test_program_from_standard_input_fails_with_one_sentence() -> None:
+    program = PROGRAM.format(fork_server="auto")
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.endswith("and <stdin> is none: write the program to a file\n"), done.stderr

@@ -40,6 +40,16 @@ def is_importing_main() -> bool:
     return main is not None and main is not sys.modules["__main__"]
 
 
+def require_main_file() -> None:
+    """Raises ValueError if no process can be spawned, as the main module of the program has no file (`python -`)."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is not None and main.__spec__ is None and not os.path.exists(file):
+        raise ValueError(
+            f"a spawned process runs the file of the program, and {file} is none: write the program to a file"
+        )
+
+
 def inherited() -> tuple[object, ...]:
     """Returns the facts that a process inherits. A fork inherits them from the fork server, not from the launcher."""
     streams = []
