@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -337,3 +338,23 @@ def test_want_of_memory_is_told_in_one_line_with_status_1(
     assert cli.main(command) == 1
     words = " ".join(word for word in command if word.isalpha() and word != "prompts")
     assert capsys.readouterr().err == f"penstock {words}: {text}\n"
+
+
+def test_output_on_a_full_disk_is_told_in_one_line() -> None:
+    for words in (["--version"], ["inspect", str(os.getpid())]):
+        with Ring() as ring, open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "penstock", *words]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+            expected = f"penstock: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n"
+            assert (done.returncode, done.stderr) == (2, expected), ring
+
+
+@pytest.mark.parametrize(
+    ("redirection", "encoding"), [(">&-", "utf-8"), (">/dev/null", "ascii")], ids=["closed", "ascii"]
+)
+def test_inspect_prints_into_whatever_standard_output_is(redirection: str, encoding: str) -> None:
+    with Ring(name="µ") as ring:
+        command = f"{shlex.quote(sys.executable)} -m penstock inspect {os.getpid()} {redirection}"
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, shell=True, env=environment, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), ring
