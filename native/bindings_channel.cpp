@@ -698,7 +698,8 @@ void bind_channel(nb::module_& m) {
         .def("__exit__", &leave_block<Receiver>)
         .def("fail", &fail<Receiver>, "error"_a, FAIL)
         .def(
-            "__iter__", [](nb::handle self) { return nb::borrow(self); },
+            "__iter__",  // without close(), which `yield from` would call as its generator is abandoned
+            [](nb::handle self) { return nb::steal(PyCallIter_New(self.attr("__next__").ptr(), Py_None)); },
             nb::sig("def __iter__(self) -> collections.abc.Iterator[bytes]"))
         .def(
             "__next__",
