@@ -132,6 +132,8 @@ NB_MODULE(_native, m) {
         },
         "data"_a, "before"_a = 0, nb::sig("def crc32c(data: Buffer, before: int = 0) -> int"),
         "The CRC-32C of bytes; before: that of the bytes before them.");
+    m.def("require_numbers", &require_numbers, "format"_a,
+          "Raises TypeError unless a buffer of this format holds bytes or numbers.");
     m.def("nothing", [] {}, "Does nothing: what a call costs.");
 
     bind_memory(m);

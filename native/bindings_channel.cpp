@@ -205,8 +205,7 @@ class Parts {
     }
     void add_bytes(PyObject* object) { add(PyBytes_AS_STRING(object), static_cast<u64>(PyBytes_GET_SIZE(object))); }
     void add_buffer(PyObject* object) {
-        Py_buffer view;
-        if (PyObject_GetBuffer(object, &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+        Py_buffer view = get_buffer(object);
         views_.push_back(view);
         add(view.buf == nullptr ? "" : view.buf, static_cast<u64>(view.len));
     }
@@ -699,7 +698,8 @@ void bind_channel(nb::module_& m) {
         .def("__exit__", &leave_block<Receiver>)
         .def("fail", &fail<Receiver>, "error"_a, FAIL)
         .def(
-            "__iter__", [](nb::handle self) { return nb::borrow(self); },
+            "__iter__",  // without close(), which `yield from` would call as its generator is abandoned
+            [](nb::handle self) { return nb::steal(PyCallIter_New(self.attr("__next__").ptr(), Py_None)); },
             nb::sig("def __iter__(self) -> collections.abc.Iterator[bytes]"))
         .def(
             "__next__",

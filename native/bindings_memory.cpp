@@ -56,9 +56,8 @@ Examples:
 )";
 struct Exported {  // what is copied from, and to: neither goes while it is
     Lease& lease;
-    Py_buffer to{};
-    Exported(Lease& from, nb::handle buffer) : lease(from) {
-        if (PyObject_GetBuffer(buffer.ptr(), &to, PyBUF_WRITABLE) != 0) throw nb::python_error();
+    Py_buffer to;
+    Exported(Lease& from, nb::handle buffer) : lease(from), to(get_buffer(buffer.ptr(), PyBUF_WRITABLE)) {
         ++lease.exports;
     }
     Exported(const Exported&) = delete;

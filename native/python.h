@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <utility>
 
@@ -56,6 +57,39 @@ inline nb::dict to_dict(const snapshot::Node& node) {
         out[key.c_str()] = items;
     }
     return out;
+}
+
+// Python objects and pointers are addresses of this process. `format` is of PEP 3118: names stand between colons.
+inline void require_numbers(const char* format) {
+    bool is_name = false;
+    for (const char* code = format; *code != '\0'; ++code) {
+        if (*code == ':') is_name = !is_name;
+        bool is_complex = *code == 'Z' && std::memchr("fdg", code[1], 3) != nullptr;
+        if (!is_name && !is_complex && std::strchr("OPXzZ&", *code) != nullptr) {
+            PyErr_Format(
+                PyExc_TypeError,
+                "expected bytes or numbers, got a buffer of format '%s': objects and pointers are addresses of "
+                "this process",
+                format);
+            throw nb::python_error();
+        }
+    }
+}
+// The bytes of `object`, which PyBuffer_Release lets go.
+inline Py_buffer get_buffer(PyObject* object, int flags = PyBUF_SIMPLE) {
+    Py_buffer view;
+    if (PyObject_GetBuffer(object, &view, PyBUF_ND | PyBUF_FORMAT | flags) == 0) {
+        try {
+            if (view.format != nullptr) require_numbers(view.format);
+        } catch (...) {
+            PyBuffer_Release(&view);
+            throw;
+        }
+        return view;
+    }
+    PyErr_Clear();  // perhaps a dtype that PEP 3118 does not have: bfloat16, datetime64
+    if (PyObject_GetBuffer(object, &view, flags) != 0) throw nb::python_error();
+    return view;
 }
 
 // The right to touch some bytes, and the object that exports them: while a view of it lives, it lives.

@@ -251,7 +251,9 @@ class Segment : public std::enable_shared_from_this<Segment> {
     static std::shared_ptr<Segment> attach(const TicketNumbers& ticket, bool prefault = true) {
         Sight owner = look_at(ticket.pid, ticket.start);
         if (owner.liveness == Liveness::gone)
-            throw Error(Fault::layout_mismatch, format("the owner of the ticket, pid %d, is gone", ticket.pid));
+            throw Error(Fault::layout_mismatch,
+                        format("the owner of the ticket, pid %d, is gone, or lives in another pid or time namespace",
+                               ticket.pid));
         std::string attaching = format("attaching to pid %d", ticket.pid);
         if (owner.liveness == Liveness::unknown)
             throw os_error(format("the owner of the ticket, pid %d, cannot be found", ticket.pid), owner.call,

@@ -77,6 +77,11 @@ def snapshot(fd: int) -> dict:
 def crc32c(data: Buffer, before: int = 0) -> int:
     """The CRC-32C of bytes; before: that of the bytes before them."""
 
+def require_numbers(format: str) -> None:
+    """
+    Raises TypeError unless a buffer of this format holds bytes or numbers.
+    """
+
 def nothing() -> None:
     """Does nothing: what a call costs."""
 

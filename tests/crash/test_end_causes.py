@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 import penstock
@@ -377,18 +378,27 @@ def test_open_end_that_is_garbage_in_a_living_process_has_died() -> None:
         assert death.value.how == GARBAGE
 
 
-def test_generator_that_is_closed_counts_as_a_death_of_its_end() -> None:
-    def records(ring: Any) -> Iterator[bytes]:
+class Number(msgspec.Struct, array_like=True):
+    value: int
+
+
+@pytest.mark.parametrize("message", [b"1", Number(1)], ids=["native", "typed"])
+@pytest.mark.parametrize("delegates", [False, True], ids=["receive", "yield from"])
+def test_generator_that_is_closed_counts_as_a_death_of_its_end(delegates: bool, message: Any) -> None:
+    def messages(ring: Any) -> Iterator[Any]:
         with ring.open_receiver() as receiver:
-            while True:  # not `yield from receiver`, which calls receiver.close()
+            if delegates:
+                yield from receiver
+            while True:
                 yield receiver.receive()
 
-    with penstock.Ring() as ring, ring.open_sender() as sender:
-        sender.send(b"1")
-        for _ in records(ring):
+    with penstock.Ring(type(message)) as ring, ring.open_sender() as sender:
+        sender.send(message)
+        for received in messages(ring):
+            assert received == message
             break
         with pytest.raises(PeerDied, match="GeneratorExit"):
-            sender.send(b"2", timeout=5)
+            sender.send(message, timeout=5)
 
 
 def test_unhandled_exception_of_a_thread_is_reported_with_its_block() -> None:

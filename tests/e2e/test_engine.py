@@ -2,6 +2,9 @@
 
 import asyncio
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,23 @@ from tests.support.engine import Running, answered, prompt, running, simulated_d
 from tests.support.loops import in_a_loop
 
 END = 7
+PROGRAM = """
+import asyncio
+from penstock.engine.launcher.launcher import Launcher
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+
+
+async def main():
+    launcher = Launcher(EngineConfig(simulated=SimulatedDevice(), fork_server="{fork_server}"))
+    try:
+        launcher.start()
+        await launcher.serving()
+    finally:
+        await launcher.stop()
+
+
+asyncio.run(main())
+"""
 
 
 async def must_answer_by_the_rule(engine: Running, client: Client, length: int, tokens: int, samples: int = 1) -> None:
@@ -153,3 +173,20 @@ async def test_requests_are_shared_among_the_groups_and_equal_beginnings_meet() 
             assert [piece async for piece in stream][-1].reason == FinishReason.LENGTH
         assert {stream.group for stream in streams} == {0, 1}
         assert again.group == first.group
+
+
+@pytest.mark.parametrize("fork_server", ["auto", "off"])
+def test_program_without_a_main_block_fails_with_one_sentence(fork_server: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(fork_server=fork_server))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert lines[-1].endswith("start the engine only in the block of `if __name__ == '__main__'`"), done.stderr
+
+
+def test_program_from_standard_input_fails_with_one_sentence() -> None:
+    program = PROGRAM.format(fork_server="auto")
+    done = subprocess.run([sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.endswith("and <stdin> is none: write the program to a file\n"), done.stderr

@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock import cli
+from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.protocol.config import SHIPPED, SimulatedDevice
 from penstock.engine.worker.simulated_device import TokenRule
 from tests import tiers
@@ -40,6 +42,14 @@ def test_answers_keep_the_order_of_prompts_and_refusals_have_reasons() -> None:
     assert answers[2]["status"] == 400 and "expected a prompt of 1 to" in answers[2]["error"]
     assert answers[3]["prompt_tokens"] == 5
     assert "event=generated requests=4 failed=1 tokens=44" in err
+
+
+def test_engine_that_fails_ends_the_command_with_status_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, answers = tmp_path / "prompts", tmp_path / "answers"
+    prompts.write_text("[1]\n")
+    monkeypatch.setattr(Launcher, "start", lambda launcher: launcher.fail("core 0.0 cannot start"))
+    command = ["generate", "--device-model=simulated", f"--prompts={prompts}", f"--output={answers}"]
+    assert cli.main(command) == 1 and answers.read_text() == ""
 
 
 def test_invalid_prompt_or_model_is_reported_before_anything_starts() -> None:

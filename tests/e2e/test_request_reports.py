@@ -103,5 +103,5 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="grpc or http/protobuf, got 'http/json'"):
         request_reporter.exporter_module()
     monkeypatch.setitem(request_reporter.EXPORTERS, "http/json", "nowhere")
-    with pytest.raises(ValueError, match=r"needs opentelemetry\.exporter.*: pip install 'penstock\[otlp\]'"):
+    with pytest.raises(ValueError, match=r"needs opentelemetry\.exporter.*: .* -m pip install .*\[otlp\]"):
         request_reporter.exporter_module()

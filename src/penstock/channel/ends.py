@@ -12,7 +12,7 @@ from penstock import _native
 from penstock.errors import EndOfChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
     from typing_extensions import Self, TypeVar
@@ -254,8 +254,8 @@ class Receiver(BlockingEnd, Generic[R], metaclass=ABCMeta):
         """
         return self._end.source
 
-    def __iter__(self) -> Self:
-        return self
+    def __iter__(self) -> Iterator[R]:
+        return iter(self.__next__, None)  # without close(), which `yield from` would call as its generator is abandoned
 
     def __next__(self) -> R:
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -22,14 +23,22 @@ ENGINE_COMMANDS = ("generate", "serve", "migrate", "top")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
-    options = parser(words[:1]).parse_args(words)
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # its descriptor is closed
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a locale without µ
     try:
-        return int(options.run(options))
+        options = parser(words[:1]).parse_args(words)
+        status = int(options.run(options))
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `penstock inspect … | head`
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that closing it at the end succeeds
-        return 0
+        if isinstance(error, BrokenPipeError):  # `penstock inspect … | head`
+            return 0
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
     except SystemExit as error:
         if isinstance(error.__context__, BrokenPipeError):  # a console of rich ends with status 1 then
             return 0

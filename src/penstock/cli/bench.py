@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from penstock.cli.argument_parser import Commands
-from penstock.installing import how_to_install
+from penstock.cli.failures import status_of
 from penstock.tools.load import arguments as load_args
 
 
@@ -21,12 +20,10 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        from penstock.tools.load import command
+    return status_of(lambda: bench(options), "penstock bench serve", "load")
 
-        return command.run(options)
-    except ImportError as error:
-        print(f"penstock bench serve: {error}: {how_to_install('load')}", file=sys.stderr)
-    except (ValueError, OSError) as error:
-        print(f"penstock bench serve: {error}", file=sys.stderr)
-    return 2
+
+def bench(options: argparse.Namespace) -> int:
+    from penstock.tools.load import command
+
+    return command.run(options)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from penstock.cli.argument_parser import Commands
+from penstock.cli.failures import status_of
 from penstock.engine import cli_args as engine_args
-from penstock.errors import MemoryExhausted
-from penstock.installing import how_to_install
 
 SAMPLING = ("max_tokens", "temperature", "seed")  # options that each request without its own takes
 
@@ -65,19 +63,14 @@ def parse_positive(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
+    return status_of(lambda: generate(options), "penstock generate", "engine")
+
+
+def generate(options: argparse.Namespace) -> int:
     from penstock.engine import offline
     from penstock.engine.launcher.hub_model import with_hub_model
 
-    try:
-        options = with_hub_model(options)
-        config = engine_args.engine_config(options)
-        defaults = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
-        return offline.run(config, options.prompts, options.output, defaults, options.max_concurrency)
-    except ImportError as error:
-        print(f"penstock generate: {error}: {how_to_install('engine')}", file=sys.stderr)
-    except (ValueError, TypeError, OSError) as error:
-        print(f"penstock generate: {error}", file=sys.stderr)
-    except MemoryExhausted as error:
-        print(f"penstock generate: {error}", file=sys.stderr)
-        return 1
-    return 2
+    options = with_hub_model(options)
+    config = engine_args.engine_config(options)
+    defaults = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
+    return offline.run(config, options.prompts, options.output, defaults, options.max_concurrency)

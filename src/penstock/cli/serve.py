@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
 from penstock.cli.argument_parser import Commands
 from penstock.cli.config_file import OPTION, with_config_file
+from penstock.cli.failures import status_of
 from penstock.cli.vllm_options import explain, without_always_on
-from penstock.errors import MemoryExhausted
-from penstock.installing import how_to_install
 from penstock.server import cli_args as server_args
 
 
@@ -31,19 +29,14 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    try:
-        from penstock.engine.launcher.hub_model import with_hub_model
-        from penstock.server import server_launcher
+    return status_of(lambda: serve(options), "penstock serve", "engine")
 
-        options = with_hub_model(options)
-        return server_launcher.run(
-            server_args.engine_config(options), server_args.server_options(options), options.ray_address, options.notes
-        )
-    except ImportError as error:
-        print(f"penstock serve: {error}: {how_to_install('engine')}", file=sys.stderr)
-    except (ValueError, TypeError, OSError) as error:
-        print(f"penstock serve: {error}", file=sys.stderr)
-    except MemoryExhausted as error:
-        print(f"penstock serve: {error}", file=sys.stderr)
-        return 1
-    return 2
+
+def serve(options: argparse.Namespace) -> int:
+    from penstock.engine.launcher.hub_model import with_hub_model
+    from penstock.server import server_launcher
+
+    options = with_hub_model(options)
+    return server_launcher.run(
+        server_args.engine_config(options), server_args.server_options(options), options.ray_address, options.notes
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from penstock._native import require_numbers
 from penstock.errors import ClosedError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ class Buffer:
         exporter: bytes, an array, or anything else with the buffer protocol.
 
     Raises:
-        TypeError: it has no buffer.
+        TypeError: it has no buffer, or one of objects or pointers.
 
     Examples:
         >>> ring = Ring(Buffer)
@@ -39,6 +40,8 @@ class Buffer:
 
     def __init__(self, exporter: Exporter) -> None:
         view = memoryview(exporter)
+        if view.format != "B":
+            require_numbers(view.format)
         if not view.c_contiguous:
             view = memoryview(view.tobytes())
         if view.format != "B" or view.ndim != 1:

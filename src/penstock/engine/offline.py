@@ -175,8 +175,8 @@ async def _generate(
     except asyncio.CancelledError:
         logs.event("interrupted", written=written, requests=len(requests))
         raise
-    except ClusterFailed as failure:
-        raise ValueError(str(failure)) from None
+    except ClusterFailed:  # the process and its end stand in the log
+        return 1
     finally:
         await launcher.stop()
     return 1 if failed else 0

@@ -135,6 +135,8 @@ def short(name: str) -> str:
     """As much of a name as there is room for, cut between characters."""
     if not isinstance(name, str):
         raise TypeError(f"expected a name of type str, got {name!r}")
+    if not name.isprintable():
+        raise ValueError(f"expected a name of printable characters, got {name!r}")
     return name.encode()[: _native.MAX_NAME_NBYTES].decode(errors="ignore")
 
 

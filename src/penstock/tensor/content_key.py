@@ -41,7 +41,7 @@ def content_key(*contents: Any, salt: bytes = b"") -> bytes:
         if isinstance(content, str):
             content = content.encode()
             what = b"s"
-        elif isinstance(content, (bytes, bytearray, memoryview)):
+        elif isinstance(content, (bytes, bytearray)) or _is_bytes(content):
             what = b"b"
         else:
             tensor = source(content)
@@ -56,3 +56,7 @@ def content_key(*contents: Any, salt: bytes = b"") -> bytes:
         hashing.update(content)
     digest: bytes = hashing.digest()
     return digest
+
+
+def _is_bytes(content: Any) -> bool:
+    return isinstance(content, memoryview) and content.format == "B" and content.c_contiguous

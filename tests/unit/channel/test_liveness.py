@@ -236,6 +236,9 @@ def test_another_time_namespace_is_refused() -> None:
     assert "LayoutMismatch" in ended.stderr
     assert "another time namespace" in ended.stderr
     assert [peer.state for peer in pool.peers()] == ["live"]
+    attach = f"import penstock; penstock.attach('{pool.ticket}')"
+    ended = unshared("--time", "--fork", "--boottime", "1000", sys.executable, "-c", attach)
+    assert f"pid {os.getpid()}, is gone, or lives in another pid or time namespace" in ended.stderr
 
 
 def test_a_proc_of_another_pid_namespace_is_refused() -> None:

@@ -1,7 +1,9 @@
 """What options there are, what their help says, and what a misspelled one is answered with."""
 
+import errno
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -304,15 +306,55 @@ def test_empty_names_and_a_socket_path_too_long_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("command", "runner"), [("serve", "penstock.server.server_launcher"), ("generate", "penstock.engine.offline")]
+    ("failure", "text"),
+    [
+        (MemoryExhausted("mapping 20 MiB of segment 'tokens 0.0'"), "mapping 20 MiB of segment 'tokens 0.0'"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "[Errno 12] Cannot allocate memory"),
+        (MemoryError(), "out of memory"),
+    ],
+    ids=lambda failure: type(failure).__name__,
 )
-def test_want_of_memory_at_the_start_is_told_in_one_line(
-    command: str, runner: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("command", "runner"),
+    [
+        (["serve", "--device-model=simulated"], "penstock.server.server_launcher"),
+        (["generate", "--device-model=simulated", "prompts"], "penstock.engine.offline"),
+        (["bench", "serve"], "penstock.tools.load.command"),
+    ],
+    ids=["serve", "generate", "bench"],
+)
+def test_want_of_memory_is_told_in_one_line_with_status_1(
+    command: list[str],
+    runner: str,
+    failure: Exception,
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(*_: Any) -> int:
-        raise MemoryExhausted("mapping 20 MiB of segment 'tokens 0.0': mmap: Cannot allocate memory")
+        raise failure
 
     monkeypatch.setattr(f"{runner}.run", run)
-    assert cli.main([command, "--device-model", "simulated", *(["prompts"] if command == "generate" else [])]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"penstock {command}: mapping 20 MiB") and error.count("\n") == 1
+    assert cli.main(command) == 1
+    words = " ".join(word for word in command if word.isalpha() and word != "prompts")
+    assert capsys.readouterr().err == f"penstock {words}: {text}\n"
+
+
+def test_output_on_a_full_disk_is_told_in_one_line() -> None:
+    for words in (["--version"], ["inspect", str(os.getpid())]):
+        with Ring() as ring, open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "penstock", *words]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+            expected = f"penstock: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n"
+            assert (done.returncode, done.stderr) == (2, expected), ring
+
+
+@pytest.mark.parametrize(
+    ("redirection", "encoding"), [(">&-", "utf-8"), (">/dev/null", "ascii")], ids=["closed", "ascii"]
+)
+def test_inspect_prints_into_whatever_standard_output_is(redirection: str, encoding: str) -> None:
+    with Ring(name="µ") as ring:
+        command = f"{shlex.quote(sys.executable)} -m penstock inspect {os.getpid()} {redirection}"
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        done = subprocess.run(command, shell=True, env=environment, stderr=subprocess.PIPE, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (0, ""), ring

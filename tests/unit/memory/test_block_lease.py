@@ -245,6 +245,10 @@ def test_copy_into_copies_nothing_when_the_range_does_not_fit() -> None:
         lease.copy_into(b"?" * 16)
     with pytest.raises(ValueError, match="contiguous"):
         lease.copy_into(np.zeros((4, 8), np.uint8)[:, ::2])
+    objects = np.array([None, None], dtype=object)
+    with pytest.raises(TypeError, match="addresses of this process"):
+        lease.copy_into(objects)
+    assert objects.tolist() == [None, None]
     with pytest.raises(TypeError):
         lease.copy_into("?" * 16)  # type: ignore[arg-type]
     with pytest.raises(TypeError):

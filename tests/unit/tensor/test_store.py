@@ -292,6 +292,8 @@ def test_keys_tell_contents_apart() -> None:
     assert len(set(keys)) == len(keys) and {len(digest) for digest in keys} == {32}
     assert content_key(array) == content_key(array.copy()) == content_key(np.arange(24, dtype=np.int32)[:12])
     assert content_key(np.asfortranarray(array.reshape(3, 4))) == content_key(array.reshape(3, 4))
+    assert content_key(memoryview(array)) == content_key(array)
+    assert content_key(memoryview(b"text")) == content_key(b"text") != content_key(memoryview(b"t.e.x.t")[::2])
     assert content_key(array, salt=b"tenant a") != content_key(array, salt=b"tenant b") != content_key(array)
 
 

@@ -359,9 +359,7 @@ class Client:
         for stream in streams:
             stream.count_sent()
             if stream.submitted is not None:
-                if stream.submitted.is_too_long:
-                    stream.submitted.drop()
-                kept_tokens[stream.group] += stream.submitted.kept_tokens
+                kept_tokens[stream.group] += stream.submitted.trim()
         for counters, tokens in zip(self.counters, kept_tokens, strict=True):
             counters[MigrationCounters.KEPT_TOKENS] = tokens
         if streams:

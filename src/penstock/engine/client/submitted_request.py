@@ -147,10 +147,14 @@ class SubmittedRequest:
         self.migrations -= self.failed_migrations
         self.failed_migrations = 0
 
-    def drop(self) -> None:
-        """Drops all ids: the request is too long."""
+    def trim(self) -> int:
+        """Drops the ids of a request above the limit. Returns the number of kept tokens."""
+        tokens = self.kept_tokens
+        if tokens <= self._max_tokens:
+            return tokens
         self._is_dropped = True
         self.generated.clear()
+        return self.first.prompt.size
 
     def submit(self, request: int) -> Submit:
         """Returns the message that begins the request, or continues it, under this number."""

@@ -31,6 +31,10 @@ PF_EXITING = 0x4  # in the flags of /proc/PID/stat
 WORDS_NBYTES = 4096
 CANNOT_START = 2  # exit status: another attempt would meet the same error
 REMOTE_LOSS = 64  # exit status of a bridge, added to the Cause of the loss
+UNGUARDED = (
+    "a spawned process runs the file of the program, too: start the engine only in the block of "
+    "`if __name__ == '__main__'`"
+)
 # Errors of files, options, packages and memory. Torch's is no MemoryError, and is known by its name.
 LASTING = (
     *(ValueError, TypeError, ImportError, NotImplementedError, MemoryError),
@@ -168,6 +172,8 @@ class ChildProcess:
         self._last_words.close()
         self._process.close()
         os.close(self.pidfd)
+        if code == CANNOT_START and not last_words:  # child_main has not begun
+            last_words = UNGUARDED
         cause = Cause(code - REMOTE_LOSS) if code - REMOTE_LOSS in list(Cause) else None
         end = ProcessEnd(DeathCause.of_exit_code(code), code == CANNOT_START, cause, last_words=last_words)
         return end.with_record(record, self.pid)

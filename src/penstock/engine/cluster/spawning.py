@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
@@ -31,6 +32,22 @@ def spawn_process(target: Callable[..., object], values: tuple[Any, ...], name: 
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return process
+
+
+def is_importing_main() -> bool:
+    """Returns whether a spawned process still runs the program's main module, before the process's target."""
+    main = sys.modules.get("__mp_main__")
+    return main is not None and main is not sys.modules["__main__"]
+
+
+def require_main_file() -> None:
+    """Raises ValueError if no process can be spawned, as the main module of the program has no file (`python -`)."""
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is not None and main.__spec__ is None and not os.path.exists(file):
+        raise ValueError(
+            f"a spawned process runs the file of the program, and {file} is none: write the program to a file"
+        )
 
 
 def inherited() -> tuple[object, ...]:

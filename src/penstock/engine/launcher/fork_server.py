@@ -26,7 +26,7 @@ from penstock import DeathCause
 from penstock.engine.cluster import forking
 from penstock.engine.cluster.kept_memory import PACKAGES
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.process import prctl
+from penstock.engine.cluster.process import CANNOT_START, prctl
 from penstock.engine.cluster.spawning import inherited
 from penstock.engine.launcher import early_fork_server
 from penstock.engine.launcher.back_off import BackOff
@@ -235,6 +235,8 @@ class ForkServer:
     def _lose(self, reason: str) -> None:
         """Ends the process, which has ended already or is of no use (`reason`), and starts the next process later."""
         was_ready, lived, death = self._end()
+        if DeathCause(death).status == CANNOT_START:  # the processes that are spawned now have the same end
+            return self._settle()
         self._back_off.count(not was_ready, lived, is_from_outside=False)
         if self._back_off.failed_starts >= MAX_FAILED_STARTS:
             return self._refuse(reason or death)

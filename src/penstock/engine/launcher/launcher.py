@@ -15,6 +15,8 @@ import time
 
 from penstock import ChannelError, PeerDied, Sender, command_signals, standard_streams
 from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.process import CANNOT_START
+from penstock.engine.cluster.spawning import is_importing_main, require_main_file
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId, processes_of_group
 from penstock.engine.cluster.verdict_board import VerdictBoard
@@ -45,6 +47,9 @@ class Launcher:
     """
 
     def __init__(self, config: EngineConfig, serve: Run | None = None) -> None:
+        if is_importing_main():  # the launcher that has spawned this process reports the status
+            raise SystemExit(CANNOT_START)
+        require_main_file()
         config = with_model_defaults(config)
         standard_streams.open_closed_descriptors()  # before the cluster's segments take their numbers
         self.cluster = Cluster.open(config)

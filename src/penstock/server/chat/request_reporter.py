@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.messages import SamplingParams
+from penstock.installing import how_to_install
 from penstock.server.options import ServerOptions
 
 PROTOCOL = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # a variable of OpenTelemetry
@@ -48,7 +49,7 @@ def exporter_module() -> str:
     except ModuleNotFoundError as error:
         missing = [str(error.name)]
     if missing:
-        raise ValueError(f"--otlp-traces-endpoint needs {missing[0]}, not installed here: pip install 'penstock[otlp]'")
+        raise ValueError(f"--otlp-traces-endpoint needs {missing[0]}, not installed here: {how_to_install('otlp')}")
     return module
 
 
