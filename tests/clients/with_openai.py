@@ -97,8 +97,8 @@ def response() -> None:
     client.responses.delete(first.id)
     try:
         client.responses.create(**short, previous_response_id=second.id)
-    except openai.NotFoundError as error:
-        assert error.param == "previous_response_id"
+    except openai.BadRequestError as error:
+        assert (error.param, error.code) == ("previous_response_id", "previous_response_not_found")
         return
     raise AssertionError("no error")
 

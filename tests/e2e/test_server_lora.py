@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ pytest.importorskip("httptools")
 
 from penstock.engine.client.client import Client  # noqa: E402
 from penstock.engine.client.stream import EngineError  # noqa: E402
-from penstock.engine.cluster.adapter_files import SETTINGS  # noqa: E402
+from penstock.engine.cluster.adapter_files import SETTINGS, WEIGHTS  # noqa: E402
 from penstock.engine.cluster.adapter_registry import AdapterList  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
@@ -96,11 +97,20 @@ async def test_adapters_are_loaded_and_unloaded_while_a_server_runs(
 
         # ── what is refused changes nothing ──
         broken = write_adapter(tmp_path / "broken", family.path, 3, bias="all")
+        for kind in ("pipe", "sparse", "long"):
+            shutil.copytree(sql.path, tmp_path / kind)
+        (tmp_path / "pipe" / WEIGHTS).unlink()
+        os.mkfifo(tmp_path / "pipe" / WEIGHTS)  # reading would wait for ever, and other changes with it
+        os.truncate(tmp_path / "sparse" / WEIGHTS, 1 << 40)
+        os.truncate(tmp_path / "long" / SETTINGS, 1 << 40)
         for fields, status, words in (
             ({"lora_name": "sql"}, 400, "missing required field `lora_path`"),
             ({"lora_name": "sql", "lora_path": "/nowhere"}, 404, "No adapter found for /nowhere"),
             ({"lora_name": "base", "lora_path": sql.path}, 400, "'base' is the name of the model"),
             ({"lora_name": "broken", "lora_path": broken.path}, 400, "bias 'all' is not supported"),
+            ({"lora_name": "x", "lora_path": str(tmp_path / "pipe")}, 400, f"{WEIGHTS} is not a file"),
+            ({"lora_name": "x", "lora_path": str(tmp_path / "sparse")}, 400, "bytes after its last tensor"),
+            ({"lora_name": "x", "lora_path": str(tmp_path / "long")}, 400, f"{1 << 40} bytes, more than {1 << 20}"),
         ):
             answered, message = await changed(served, "load", **fields)
             assert answered == status and words.replace("`", "") in message.replace("`", ""), message

@@ -148,7 +148,12 @@ async def scores_are_cosines_of_embeddings(served: Served, path: Path) -> None:
     assert [entry["score"] for entry in answer["data"]] == pytest.approx([float(first @ v) for v in others], abs=1e-4)
     status, answer = await served.post("/score", {"queries": TEXTS[:2], "documents": TEXTS[2:4]})
     assert status == 200 and len(answer["data"]) == 2
-    for fields in ({"text_1": TEXTS[:2], "text_2": TEXTS[:3]}, {"text_1": "a"}, {"text_1": "a", "text_2": []}):
+    for fields in (
+        {"text_1": TEXTS[:2], "text_2": TEXTS[:3]},
+        {"text_1": "a"},
+        {"text_1": "a", "text_2": []},
+        {"text_1": "a", "text_2": ""},
+    ):
         status, answer = await served.post("/score", fields)
         assert (status, answer["error"]["param"]) == (400, "text_2"), answer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
@@ -20,6 +21,7 @@ from penstock.engine.cluster.weight_files import read_header, read_weights
 N = TypeVar("N", int, float)
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_SETTINGS_NBYTES = 1 << 20
 _DECODER = r"(?:model\.|language_model\.|text_model\.)*"  # in front of a layer's path
 _LAYER = r"layers\.\d+\.(?!\S*\bexperts\.)[\w.]+\.(?:[qkvo]|gate|up|down)_proj"
 _FACTOR = re.compile(rf"base_model\.model\.{_DECODER}({_LAYER})\.lora_([AB])\.weight")
@@ -79,6 +81,7 @@ class LowRank(NamedTuple):
 def read_settings(directory: Path) -> AdapterSettings:
     """Raises ValueError, which names the file and the field, for what is not supported; and OSError."""
     path = directory / SETTINGS
+    _require_file(path, MAX_SETTINGS_NBYTES)
     try:
         fields = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
         settings = msgspec.convert(fields, AdapterSettings)
@@ -99,8 +102,19 @@ def read_settings(directory: Path) -> AdapterSettings:
     return settings
 
 
+def _require_file(path: Path, max_nbytes: float = math.inf) -> None:
+    """Raises ValueError for a pipe or a device, which may be read for ever, and for a longer file; and OSError."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is not a file")
+    if status.st_size > max_nbytes:
+        raise ValueError(f"{path} has {status.st_size} bytes, more than {max_nbytes}")
+
+
 def read_digest(directory: Path) -> bytes:
-    """Returns a hash of an adapter's files. Raises OSError."""
+    """Returns a hash of an adapter's files. Raises ValueError for what is no file, and OSError."""
+    _require_file(directory / SETTINGS, MAX_SETTINGS_NBYTES)
+    _require_file(directory / WEIGHTS)
     return digest_of((directory / SETTINGS).read_bytes(), (directory / WEIGHTS).read_bytes())
 
 
@@ -142,6 +156,7 @@ def require_adapter(directory: Path, base: Mapping[str, tuple[int, ...]], max_ra
     """Raises ValueError unless an adapter fits a model with weights of these shapes; and OSError."""
     settings = read_settings(directory)
     path = directory / WEIGHTS
+    _require_file(path)
     shapes = {name: tensor.shape for name, tensor in read_header(path).tensors.items()}
     for layer, a, b, _ in find_low_ranks(directory, shapes, settings):
         rank = shapes[a][0]

@@ -111,7 +111,7 @@ def _schema_text(schema: Any, param: str) -> str:
 
 def _require_length(text: str, param: str, limit: int = MAX_CHARACTERS) -> None:
     if len(text) > limit:
-        message = f"expected at most {limit} characters, got {len(text)} at $.{param}"
+        message = f"expected a grammar of at most {limit} characters, got {len(text)} at $.{param}"
         raise GrammarError(message, param)
 
 

@@ -40,6 +40,11 @@ class ScoreRequest(PoolingFields, kw_only=True):
     documents: Texts | None = None
     instruction: str | None = None
 
+    @property
+    def param(self) -> str:
+        """Returns the field of the second texts."""
+        return "documents" if self.text_2 is None else "text_2"
+
     def pairs(self) -> list[tuple[str, str]]:
         """Returns the pairs of texts: the first text with each of the others, or as many as there are of both. Raises
         ApiError."""

@@ -108,7 +108,7 @@ class CallResults:
         """Returns the results of the calls so far, in the calls' order. Raises ApiError if a result is missing."""
         for call_id, (path, name) in self._calls.items():
             if call_id not in self._results:
-                message = f"the call of {name} at $.{path} has no result: expected a message of role tool with its id"
+                message = f"the call of {name} at $.{path} has no result: expected one, with its id, behind it"
                 raise ApiError(400, message, param=path)
         results = [self._results[call_id] for call_id in self._calls]
         self._calls, self._results = {}, {}

@@ -118,8 +118,9 @@ class AdapterRoutes:
         """Raises ApiError unless the files are those of an adapter that fits the model."""
         directory = Path(path)
         try:
-            adapter = Adapter(name, path, read_digest(directory))
+            # First: the shapes bound the file that is hashed.
             require_adapter(directory, base_shapes(Path(self._config.model)), self._config.lora.max_lora_rank)
+            adapter = Adapter(name, path, read_digest(directory))
         except FileNotFoundError as error:
             raise ApiError(404, f"Loading lora {name} failed: No adapter found for {path}: {error}") from None
         except (ValueError, OSError) as error:

@@ -126,7 +126,7 @@ class PoolingRoutes:
         async with self._bodies.receive(request) as body:
             fields = await self._bodies.decode(request, body, ScoreRequest)
             (name, _), pairs = self._find_model(fields.model), fields.pairs()
-            texts, prompts = await self._pair_prompts(pairs, fields, fields.instruction)
+            texts, prompts = await self._pair_prompts(pairs, fields, fields.instruction, fields.param)
         vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
         scores = self._scores(pairs, texts, vectors)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
@@ -137,7 +137,7 @@ class PoolingRoutes:
         async with self._bodies.receive(request) as body:
             fields = await self._bodies.decode(request, body, RerankRequest)
             (name, _), pairs = self._find_model(fields.model), [(fields.query, text) for text in fields.texts]
-            texts, prompts = await self._pair_prompts(pairs, fields, fields.instruction)
+            texts, prompts = await self._pair_prompts(pairs, fields, fields.instruction, "documents")
         vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
         scores = self._scores(pairs, texts, vectors)
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: fields.top_n or len(scores)]
@@ -198,17 +198,18 @@ class PoolingRoutes:
         return [*ids[: keep - 1], ids[-1]] if is_whole else ids[len(ids) - keep :]
 
     async def _pair_prompts(
-        self, pairs: Sequence[tuple[str, str]], fields: PoolingFields, instruction: str | None
+        self, pairs: Sequence[tuple[str, str]], fields: PoolingFields, instruction: str | None, param: str
     ) -> tuple[list[str], list[list[int]]]:
-        """Returns prompts, and the texts of those that are a text alone. Raises ApiError."""
+        """Returns prompts, and the texts of those that are a text alone. `param`: for errors of the second texts.
+        Raises ApiError."""
         if instruction is not None and (self._config.pooling == "embed" or self._config.is_encoder):
             message = "instruction is for a model that judges by yes and no: write it into the text"
             raise ApiError(400, message, param="instruction")
         if self._config.pooling == "embed":
             texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-            return texts, await self._ids(texts, fields, "documents")
+            return texts, await self._ids(texts, fields, param)
         if self._config.is_encoder:
-            return [], await self._ids(pairs, fields, "documents")
+            return [], await self._ids(pairs, fields, param)
         if fields.truncate_prompt_tokens is not None:
             message = "truncate_prompt_tokens is not supported for scores: the end of the prompt is the question"
             raise ApiError(400, message, param="truncate_prompt_tokens")
@@ -217,10 +218,10 @@ class PoolingRoutes:
             messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
             if instruction is not None:
                 messages.insert(0, {"role": "system", "content": instruction})
-            limit = Limit(self._config.max_model_len, "documents", None)
+            limit = Limit(self._config.max_model_len, param, None)
             kwargs = self._options.default_chat_template_kwargs
             prompt = await self._reader.conversation(Conversation(messages, [], []), True, kwargs, False, limit)
-            prompts += await self._ids([prompt.ids], fields, "documents")
+            prompts += await self._ids([prompt.ids], fields, param)
         return [], prompts
 
     def _scores(self, pairs: Sequence[tuple[str, str]], texts: Sequence[str], vectors: Sequence[Floats]) -> list[float]:

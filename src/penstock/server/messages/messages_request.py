@@ -35,7 +35,7 @@ from penstock.server.errors import ApiError
 # Patterns of a chat's fields, as errors have them, and the fields of the body.
 NAMES = (
     (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
-    (r"(tools\[\d+\])\.function", r"\1"),
+    (r"(tools\[\d+\]|tool_choice)\.function", r"\1"),
     (r"response_format\.json_schema", "output_config.format"),
     (r"stop\Z", "stop_sequences"),
     (r"(messages\[\d+\])\.(?:tool_call_id|tool_calls\[\d+\](?:\.id|\.function\.arguments)?)", r"\1.content"),

@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 MAX_CHAIN = 1024  # responses before a response
 MAX_REFERRED = 64  # responses to the items of which a request refers
+PREVIOUS = "previous_response_id"
 
 
 class StoredInput(msgspec.Struct):
@@ -88,12 +89,15 @@ class ResponseStore:
     def get(self, owner: str, name: str, param: str | None = None) -> StoredTurn:
         """Returns a response with its input. Raises ApiError for a response that is unknown, expired or of another key.
 
-        `param`: the field that names the response."""
+        `param`: the field that names the response. Errors of PREVIOUS have OpenAI's status and code."""
         entry = self._value(_key(owner, name, "input"), self._input)
         response = self._value(_key(owner, name, "response"), self._response)
         if entry is None or response is None or min(entry.expires, response.expires) < time.time():
             way_out = "it has expired, or was never stored" if self.is_open else "--response-store-mb is 0"
-            raise ApiError(404, f"response with id {name!r:.200} not found: {way_out}", param=param)
+            message = f"response with id {name!r:.200} not found: {way_out}"
+            if param == PREVIOUS:
+                raise ApiError(400, f"previous {message}", param=param, code="previous_response_not_found")
+            raise ApiError(404, message, param=param)
         return StoredTurn(entry, response.response)
 
     def _value(self, key: bytes, decoder: msgspec.json.Decoder[T]) -> T | None:
@@ -116,14 +120,12 @@ class ResponseStore:
         """Returns the items of a response and of all before it, the oldest first. Raises ApiError."""
         turns: list[list[ResponseItem]] = []
         while name is not None:
-            turn = self.get(owner, name, "previous_response_id")
+            turn = self.get(owner, name, PREVIOUS)
             turns.append([*turn.input.items, *turn.output()])
             name = turn.input.previous
             if len(turns) > MAX_CHAIN:
-                message = (
-                    f"expected at most {MAX_CHAIN} responses before a response at $.previous_response_id, got more"
-                )
-                raise ApiError(400, message, param="previous_response_id")
+                message = f"expected at most {MAX_CHAIN} responses before a response at $.{PREVIOUS}, got more"
+                raise ApiError(400, message, param=PREVIOUS)
         return [item for items in reversed(turns) for item in items]
 
     def resolve(self, owner: str, items: Iterable[ResponseItem]) -> list[ResponseItem]:

@@ -42,7 +42,8 @@ NAMES = (
     (r"(input\[\d+\])\.tool_call_id", r"\1.call_id"),
     # Calls that follow each other are one message of the chat: the path is that of the first.
     (r"(input\[\d+\]|previous_response_id)\.tool_calls\[\d+\](?:\.id|\.function\.arguments)?", r"\1"),
-    (r"(tools\[\d+\])\.function", r"\1"),
+    (r"tool_choice\.allowed_tools", "tool_choice"),
+    (r"(tools\[\d+\]|tool_choice(?:\.tools\[\d+\])?)\.function", r"\1"),
 )
 # Fields refused by name, with the values without effect.
 REFUSED: dict[str, tuple[Any, ...]] = {

@@ -128,6 +128,11 @@ def test_what_is_not_supported_is_refused_by_its_path(fields: dict[str, Any], pa
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
+def test_errors_of_the_tool_choice_name_the_fields_of_the_body() -> None:
+    error = translated(ApiError(400, "no tool at $.tool_choice.function.name", param="tool_choice"), ["x"], NAMES)
+    assert (error.message, error.param) == ("no tool at $.tool_choice.name", "tool_choice")
+
+
 def test_errors_have_anthropics_form() -> None:
     for status, kind in (
         (400, "invalid_request_error"),

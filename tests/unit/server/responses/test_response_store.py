@@ -62,9 +62,11 @@ def test_another_process_finds_a_response_and_those_before(stores: list[Response
 def test_a_response_is_found_with_its_own_key_only(stores: list[ResponseStore]) -> None:
     name = add(stores[0], "a")
     for owner, other in ((ANOTHER, name), (KEY, "resp_x"), (KEY, ""), (KEY, "\ud800")):
-        with refused(404) as caught:
-            stores[1].get(owner, other, "previous_response_id")
-        assert caught.value.param == "previous_response_id" and caught.value.status == 404
+        with pytest.raises(ApiError, match=r"previous response with id .* not found") as caught:  # as OpenAI answers
+            stores[1].conversation(owner, other)
+        error = caught.value
+        assert (error.status, error.code) == (400, "previous_response_not_found")
+        assert error.param == "previous_response_id"
     with refused(404):
         stores[0].delete(ANOTHER, name)
     stores[0].delete(KEY, name)

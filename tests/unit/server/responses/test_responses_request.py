@@ -167,4 +167,10 @@ def test_errors_of_the_chat_name_the_fields_of_the_body() -> None:
     error = ApiError(400, "no $.response_format.json_schema.schema.x", param="tools[0].function.parameters.x")
     renamed = translated(error, ["input[0]"], NAMES)
     assert (renamed.message, renamed.param) == ("no $.text.format.schema.x", "tools[0].parameters.x")
-    assert translated(ApiError(400, "long", param="messages"), ["input[0]"], NAMES).param == "input"
+    for param, name in (
+        ("messages", "input"),
+        ("tool_choice.function.name", "tool_choice.name"),
+        ("tool_choice.allowed_tools.tools[1].function.name", "tool_choice.tools[1].name"),
+    ):
+        renamed = translated(ApiError(400, f"no tool at $.{param}", param=param), ["input[0]"], NAMES)
+        assert (renamed.message, renamed.param) == (f"no tool at $.{name}", name)
