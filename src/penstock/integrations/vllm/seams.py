@@ -238,6 +238,8 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Signature(f"{TENSOR_IPC}:TensorIpcSender.__call__", ("self", "tensor")),
         Signature(f"{TENSOR_IPC}:TensorIpcSender.set_target_engine", ("self", "target_engine")),
         Signature(f"{TENSOR_IPC}:TensorIpcReceiver.__call__", ("self", "dtype", "shape", "meta")),
+        Signature("vllm.v1.engine.core:EngineCoreProc.preprocess_add_request", ("self", "request")),
+        Mentions("vllm.v1.engine.core:EngineCoreProc.__init__", "tensor_ipc_receiver"),
         Signature(f"{CONFIG}:ModelConfig.verify_with_parallel_config", ("self", "parallel_config")),
         Exists(f"{CONFIG}.multimodal:MultiModalConfig.mm_tensor_ipc"),
         Signature(f"{CONFIG}.multimodal:MultiModalConfig.get_mm_processor_device_type", ("self",)),
