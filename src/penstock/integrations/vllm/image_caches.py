@@ -27,7 +27,7 @@ import hmac
 import multiprocessing
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-not-found]
@@ -42,8 +42,10 @@ from vllm.multimodal.cache.base import (
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 from vllm.utils.cache import CacheInfo
 from vllm.utils.mem_constants import GiB_bytes, MiB_bytes
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from penstock import Handle, Lease, Loan, MemoryExhausted, Missing, Timeout
+from penstock import ClosedError, Handle, Lease, Loan, MemoryExhausted, Missing, Timeout
+from penstock.integrations.vllm.deaths import first_death
 from penstock.integrations.vllm.image_values import ImageValues
 from penstock.integrations.vllm.issues import Issues
 from penstock.integrations.vllm.settings import fall_back, rebind
@@ -67,6 +69,22 @@ def key_of(mm_hash: str) -> bytes:
     return hashlib.sha256(mm_hash.encode()).digest()
 
 
+def name_the_death(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An API server that ends for a death closes its cache while threads prepare requests: the clients get vLLM's error
+    of that death."""
+
+    @functools.wraps(method)
+    def call(self: SharedSenderCache, *arguments: Any) -> Any:
+        try:
+            return method(self, *arguments)
+        except ClosedError as closed:
+            if not first_death():
+                raise
+            raise EngineDeadError() from closed
+
+    return call
+
+
 class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
     """The part of the shared store in an API server: counts, and prompt updates that cannot be stored."""
 
@@ -82,6 +100,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self._updates: OrderedDict[Ref, Sequence[Any]] = OrderedDict()  # of values put here without updates
         self._counts = self._reported = CacheInfo(hits=0, total=0)
 
+    @name_the_death
     def is_cached_item(self, mm_hash: str) -> bool:
         if mm_hash not in self._held_items:
             item = self._find(mm_hash)
@@ -90,6 +109,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
             self._held_items[mm_hash] = item  # held: a server may want the room before the request is through
         return True
 
+    @name_the_death
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> tuple[Any, Sequence[Any]]:
         item = self._held_items.pop(mm_hash, None) or self._find(mm_hash)
         hits, total = self._counts
@@ -108,6 +128,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
     def release_sender_touches(self) -> None:
         self._held_items.clear()
 
+    @name_the_death
     def validate_input_item(self, mm_item: Any, mm_hash: str) -> None:
         """Issues once more a reference that a client sent back.
 
