@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -312,6 +313,16 @@ def test_a_store_is_shared_where_all_processes_are_on_one_machine(
     share_store(model_config(), parallel_config(servers, **more))
     assert (SHARED_IMAGES in os.environ) == is_shared
     assert bool(settings.fall_backs) == image_caches.is_refused == (not is_shared)
+
+
+@pytest.mark.parametrize(("limit", "is_shared"), [(64 * MIB, True), (64 * MIB - 1, False)])
+def test_a_store_takes_at_most_an_eighth_of_a_limit_on_addresses(
+    limit: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    share_store(model_config(), parallel_config())
+    assert (SHARED_IMAGES in os.environ) == is_shared
+    assert image_caches.is_refused == (not is_shared)
 
 
 def test_the_factories_return_our_caches_where_a_store_is_shared() -> None:

@@ -26,6 +26,7 @@ import hashlib
 import hmac
 import multiprocessing
 import os
+import resource
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -312,17 +313,21 @@ def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> N
         return
     local, engines = parallel_config.data_parallel_size_local, parallel_config.data_parallel_size
     peers = 1 + parallel_config._api_process_count + local * (1 + parallel_config.world_size) + SPARE_PEERS
+    nbytes = int(mm_config.mm_processor_cache_gb * GiB_bytes)
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     is_ray = "ray" in (parallel_config.data_parallel_backend, parallel_config.distributed_executor_backend)
     is_elsewhere = parallel_config.nnodes > 1 or (local < engines and not parallel_config.local_engines_only)
     if is_ray or is_elsewhere:
         refuse("engines may run on other nodes, which share no memory")
     elif peers > MAX_PEERS:
         refuse(f"{peers} processes would share a store of at most {MAX_PEERS}")
+    elif addresses != resource.RLIM_INFINITY and nbytes > addresses // 8:
+        refuse(f"a store of {nbytes} bytes is more than an eighth of RLIMIT_AS ({addresses}): `ulimit -v` is too low")
     else:
         try:
             shared = SignedStore.create(
                 SHARED_IMAGES,
-                int(mm_config.mm_processor_cache_gb * GiB_bytes),
+                nbytes,
                 name="vllm images",
                 peer_name="vllm",
                 max_items=MAX_ITEMS,
