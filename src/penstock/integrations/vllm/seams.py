@@ -262,6 +262,8 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Signature("vllm.v1.engine.utils:CoreEngineProcManager.shutdown", ("self", "timeout")),
         Signature("vllm.v1.utils:APIServerProcessManager.shutdown", ("self", "timeout")),
         Mentions("vllm.v1.utils:APIServerProcessManager.__init__", "sock"),
+        Mentions("vllm.v1.utils:APIServerProcessManager.__init__", "ApiServer_"),
+        Exists("vllm.v1.engine.core:EngineCoreProc.__init__"),
         Signature("vllm.v1.engine.async_llm:AsyncLLM.shutdown", ("self", "timeout")),
         Signature("vllm.v1.engine.output_processor:OutputProcessor.propagate_error", ("self", "e")),
         Exists("vllm.v1.engine.exceptions:EngineDeadError"),
