@@ -36,7 +36,7 @@ def test_unknown_kind_of_tests_is_refused_by_name_before_any_begins() -> None:
     assert done.stderr.startswith("there is no kind nowhere of tests")
 
 
-def test_vllm_env_asks_for_each_package_that_is_missing_and_is_not_for_a_device(tmp_path: Path) -> None:
+def test_vllm_env_asks_for_missing_packages_but_not_for_devices(tmp_path: Path) -> None:
     """The requirements of a release without a build for the CPU: its compiled operators come from another release."""
     program = re.findall(r"<<'PY'\n(.*?)^PY$", (ROOT / "scripts" / "vllm-env").read_text(), re.MULTILINE | re.DOTALL)[1]
     names = ("no-such-package>=3", "pytest", "pytest<1", "torch==1", "nvidia-no-such-package>=1", "flashinfer-no-such")

@@ -255,7 +255,7 @@ def start_and_run_for_ever(parts: Ring[bytes]) -> None:
     core.join()
 
 
-def test_process_ends_by_sigterm_when_the_process_that_started_it_is_killed() -> None:
+def test_process_ends_by_sigterm_when_the_parent_was_killed() -> None:
     parts = Ring[bytes]()
     with parts.open_receiver() as receiver:
         with spawn(start_and_run_for_ever, parts) as server:
@@ -265,7 +265,7 @@ def test_process_ends_by_sigterm_when_the_process_that_started_it_is_killed() ->
             receiver.receive(30)
 
 
-def test_clients_hear_of_the_first_process_whose_board_has_ended_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_death_of_the_parent_is_known_without_a_board(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deaths, "_ended_parents", [])
     monkeypatch.setattr(os, "kill", lambda *_: None)
     with subprocess.Popen(["true"]) as parent:

@@ -110,9 +110,7 @@ def test_image_is_put_once_and_found_by_another_server_with_its_updates() -> Non
     assert second.store.stats().puts == 1
 
 
-def test_a_request_that_finds_the_cache_closed_for_a_death_has_the_error_of_that_death(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cache_closed_for_a_death_raises_the_error_of_that_death(monkeypatch: pytest.MonkeyPatch) -> None:
     share()
     server = SharedSenderCache(CONFIG)
     server.close()

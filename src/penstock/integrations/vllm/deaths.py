@@ -6,7 +6,7 @@ the executor       calls its failure callback at a death in the group of its que
 each process       writes the death that it sees into the board of its server; the first line is the cause of all others
 the API servers    put the first line into each EngineDeadError, and so into their answers
 the launcher       closes the port of several API servers at the first death, instead of with its own end
-engine cores and API servers end when the process that has started them has ended and left them
+engine cores and API servers end when the first process of the server was killed
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHUTDOWN_POLL_S = 5.0  # of a thread that waits for a death
 # Boards of servers with engine cores that this process has started, by vLLM's manager of the cores
 _boards: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _process_boards: list[str] = []  # the board that this process had before it started a server
-_ended_parents: list[str] = []  # of the process that has started this process, whose board has ended with it
+_ended_parents: list[str] = []  # the process that has started this process; the board of a server ends with the server
 
 
 class ProcessDied(RuntimeError):
@@ -196,8 +196,8 @@ def death_behind(group: EndGroup, timeout: float) -> ProcessDied | None:
 
 
 def end_with_parent() -> None:
-    """Has SIGTERM end this process when its parent of `multiprocessing` has ended. Workers of vLLM watch their parent,
-    engine cores and API servers do not: they would keep the memory of a server whose first process was killed."""
+    """Has SIGTERM end this process when the parent of `multiprocessing` has ended. Workers of vLLM watch the parent;
+    engine cores and API servers would keep the memory of a server after the death of the first process."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         Thread(target=await_parent, args=(parent,), name="PenstockParent", daemon=True).start()
