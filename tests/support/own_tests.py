@@ -44,6 +44,18 @@ def tests_of_vllm(python: str) -> Path:
     return folder
 
 
+def of_version(entry: Mapping[str, Any], tests: Path) -> dict[str, Any]:
+    """The entry without the functions that only other versions of vLLM have: `added` names those."""
+    text = "".join((tests / name).read_text() for name in entry["files"])
+    absent = {name for name in entry.get("added", ()) if f"def {name}(" not in text}
+    known = {name: reason for name, reason in entry["known"].items() if name not in absent}
+    looks = {
+        name: {function: lines for function, lines in functions.items() if function not in absent}
+        for name, functions in entry.get("looks", {}).items()
+    }
+    return {**entry, "known": known, "looks": looks}
+
+
 def without_lines(text: str, functions: Mapping[str, Sequence[tuple[str, str]]]) -> str:
     """The source with these lines replaced, by function; the indentation stays. Raises ValueError for one that is not
     there."""

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def test_unknown_kind_of_tests_is_refused_by_name_before_any_begins() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("there is no kind nowhere of tests")
+
+
+def test_vllm_env_asks_for_missing_packages_but_not_for_devices(tmp_path: Path) -> None:
+    """The requirements of a release without a build for the CPU: its compiled operators come from another release."""
+    program = re.findall(r"<<'PY'\n(.*?)^PY$", (ROOT / "scripts" / "vllm-env").read_text(), re.MULTILINE | re.DOTALL)[1]
+    names = ("no-such-package>=3", "pytest", "pytest<1", "torch==1", "nvidia-no-such-package>=1", "flashinfer-no-such")
+    metadata = "".join(f"Requires-Dist: {name}\n" for name in names)
+    (tmp_path / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: 1\n{metadata}")
+    command = [sys.executable, "-c", program, "vllm", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == ["no-such-package>=3", "pytest<1"]
 
 
 def test_vllm_env_names_the_interpreter_without_the_tests_of_vllm(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ pytestmark = pytest.mark.timeout(own_tests.LIMIT + 60)
 @pytest.mark.parametrize("has_looks", [True, False], ids=["as they are", "without looks inside"])
 @pytest.mark.parametrize("part", PARTS)
 def test_tests_of_vllm_pass_with_its_part_replaced(part: str, has_looks: bool, tmp_path: Path) -> None:
-    entry, python = own_tests.parts()[part], peer.python_of_vllm()
-    tests, changed = own_tests.tests_of_vllm(python), {}
+    python, changed = peer.python_of_vllm(), {}
+    tests = own_tests.tests_of_vllm(python)
+    entry = own_tests.of_version(own_tests.parts()[part], tests)
     lines = own_tests.lines_to_replace(entry, has_looks)
     if not has_looks and not entry.get("looks"):
         pytest.skip(f"no test of {part} looks inside by a line of its own")

@@ -1,6 +1,8 @@
 """The board of deaths, and the wait for a death of a worker, while vLLM's engine waits for no reply."""
 
+import multiprocessing
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from penstock import EndGroup, Ring
 from penstock.environment import VLLM_DEATHS
-from penstock.errors import DeathCause, EndOfChannel
+from penstock.errors import DeathCause, EndOfChannel, PeerDied
 from penstock.integrations.vllm import deaths
 from tests.conftest import spawn
 
@@ -168,7 +170,7 @@ class Wait:
 def reply(ring: Ring[bytes], name: str) -> None:
     with ring.open_sender(name=name) as sender:
         sender.send(b"attached")
-        threading.Event().wait()
+        threading.Event().wait(60)
 
 
 def test_await_death_calls_back_once_with_the_death_on_the_board() -> None:
@@ -210,7 +212,7 @@ def close_queue_and_wait(replies: Ring[bytes], steps: Ring[bytes]) -> None:
     with replies.open_sender(name="VllmWorker-0") as sender, steps.open_sender(name="VllmWorker-0"):
         sender.send(b"attached")
         sender.close()
-        threading.Event().wait()
+        threading.Event().wait(60)
 
 
 def test_death_behind_a_closed_end_is_the_first_of_the_group() -> None:
@@ -237,3 +239,38 @@ def test_process_that_another_thread_reaps_is_noted_with_its_exit_code() -> None
     reaped.sentinel, reaped.pid = read, 4711
     assert str(deaths.note_failed([reaped])) == "VllmWorker-1 (rank 1, pid 4711) died: killed by SIGKILL"
     os.close(read)
+
+
+def run_for_ever(parts: Ring[bytes]) -> None:
+    deaths.end_with_parent()
+    with parts.open_sender() as sender:
+        sender.send(b"runs")
+        threading.Event().wait(60)
+
+
+def start_and_run_for_ever(parts: Ring[bytes]) -> None:
+    """The first process of a server, with an engine core."""
+    core = multiprocessing.get_context("spawn").Process(target=run_for_ever, args=(parts,))
+    core.start()
+    core.join()
+
+
+def test_process_ends_by_sigterm_when_the_parent_was_killed() -> None:
+    parts = Ring[bytes]()
+    with parts.open_receiver() as receiver:
+        with spawn(start_and_run_for_ever, parts) as server:
+            assert receiver.receive(30) == b"runs"
+            server.kill()
+        with pytest.raises(PeerDied, match="SIGTERM"):
+            receiver.receive(30)
+
+
+def test_death_of_the_parent_is_known_without_a_board(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deaths, "_ended_parents", [])
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    with subprocess.Popen(["true"]) as parent:
+        pass
+    board = f"/proc/{parent.pid}/fd/3:token"
+    assert not deaths.first_death(board)
+    deaths.await_parent(SimpleNamespace(name="MainProcess", pid=parent.pid))
+    assert deaths.first_death(board) == f"MainProcess (pid {parent.pid}), which started this process, has ended"

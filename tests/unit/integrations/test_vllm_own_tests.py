@@ -5,7 +5,16 @@ from pathlib import Path
 import pytest
 
 from penstock.integrations.vllm import MODULES
-from tests.support.own_tests import Outcome, complaints, copied, lines_to_replace, outcome_of, parts, without_lines
+from tests.support.own_tests import (
+    Outcome,
+    complaints,
+    copied,
+    lines_to_replace,
+    of_version,
+    outcome_of,
+    parts,
+    without_lines,
+)
 
 SOURCE = """\
 def helper():
@@ -27,6 +36,7 @@ def test_known_names_tests_and_lines_with_a_reason_for_each() -> None:
     for entry in parts().values():
         assert entry["files"]
         assert all(reason for reason in entry["known"].values())
+        assert set(entry.get("added", ())) <= entry["known"].keys()
         assert set(entry.get("looks", {})) | set(entry.get("set", {})) <= set(entry["files"])
 
 
@@ -46,6 +56,16 @@ def test_lines_for_looks_are_added_to_lines_that_are_always_set() -> None:
     entry = {"set": {"a.py": {"*": [["m", "n"]]}}, "looks": {"a.py": {"f": [["x", "pass"]]}}}
     assert lines_to_replace(entry, has_looks=True) == {"a.py": {"*": [["m", "n"]]}}
     assert lines_to_replace(entry, has_looks=False) == {"a.py": {"*": [["m", "n"]], "f": [["x", "pass"]]}}
+
+
+def test_a_test_that_a_version_lacks_is_not_known_there(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("def test_old(): ...")
+    lines = {"test_old": [["x", "y"]], "test_new": [["x", "y"]], "test_gone": [["x", "y"]]}
+    entry = {"files": ["a.py"], "added": ["test_new"], "known": dict.fromkeys(lines, "why"), "looks": {"a.py": lines}}
+    ours = of_version(entry, tmp_path)
+    assert ours["known"].keys() == ours["looks"]["a.py"].keys() == {"test_old", "test_gone"}
+    (tmp_path / "a.py").write_text("def test_new(): ...")
+    assert of_version(entry, tmp_path) == entry
 
 
 def test_a_run_is_complained_of_where_it_differs_from_what_is_known() -> None:

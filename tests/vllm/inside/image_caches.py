@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,10 @@ from vllm.multimodal.cache import factories
 from vllm.multimodal.cache.base import MultiModalCacheMissError
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 from vllm.multimodal.processing.processor import PromptUpdateDetails, ResolvedPromptUpdate, UpdateMode
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from penstock import ClosedError
 from penstock.integrations.vllm import image_caches, settings
 from penstock.integrations.vllm.image_caches import SharedCoreCache, SharedSenderCache, SharedWorkerCache, share_store
 from penstock.integrations.vllm.issues import Issues
@@ -105,6 +108,22 @@ def test_image_is_put_once_and_found_by_another_server_with_its_updates() -> Non
     assert second.make_stats(delta=True) == (1, 1)
     assert second.make_stats(delta=True) == (0, 0)
     assert second.store.stats().puts == 1
+
+
+def test_a_cache_closed_for_a_death_raises_the_error_of_that_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    share()
+    server = SharedSenderCache(CONFIG)
+    server.close()
+    with pytest.raises(ClosedError):  # the server was told to end
+        server.is_cached(["a"])
+    monkeypatch.setattr(image_caches, "first_death", lambda: "EngineCore (pid 7) died: killed by SIGKILL")
+    for ask in (
+        lambda: server.is_cached(["a"]),
+        lambda: server.touch_sender_cache_item("a"),
+        lambda: server.get_and_update_item((image(3), updates(5)), "a"),
+    ):
+        with pytest.raises(EngineDeadError):
+            ask()
 
 
 def test_image_is_held_from_the_server_to_the_end_of_its_request() -> None:
@@ -292,6 +311,16 @@ def test_a_store_is_shared_where_all_processes_are_on_one_machine(
     share_store(model_config(), parallel_config(servers, **more))
     assert (SHARED_IMAGES in os.environ) == is_shared
     assert bool(settings.fall_backs) == image_caches.is_refused == (not is_shared)
+
+
+@pytest.mark.parametrize(("limit", "is_shared"), [(64 * MIB, True), (64 * MIB - 1, False)])
+def test_a_store_takes_at_most_an_eighth_of_a_limit_on_addresses(
+    limit: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    share_store(model_config(), parallel_config())
+    assert (SHARED_IMAGES in os.environ) == is_shared
+    assert image_caches.is_refused == (not is_shared)
 
 
 def test_the_factories_return_our_caches_where_a_store_is_shared() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from vllm.config import ModelConfig
 from vllm.v1.engine import core_client, tensor_ipc
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from penstock.integrations.vllm import settings, tensors
@@ -69,6 +70,19 @@ def test_a_tensor_without_room_travels_inline_and_is_counted() -> None:
     assert all(torch.equal(decoder.decode(message), PIXELS) for message in unread)
     assert list(settings.fall_backs.values()) == [2]
     assert [part for part, _ in settings.fall_backs] == ["tensors"]
+
+
+def test_a_lost_tensor_is_an_error_of_its_request_alone() -> None:
+    ours, core = sender(), SimpleNamespace(tensor_ipc_receiver=receiver(), mm_receiver_cache=None)
+    decoder = MsgpackDecoder(torch.Tensor, oob_tensor_provider=core.tensor_ipc_receiver)
+    lost, intact = (MsgpackEncoder(oob_tensor_consumer=ours).encode(PIXELS) for _ in range(2))
+    assert ours.sent is not None
+    ours.sent.store.remove(next(iter(ours.sent._sent))[0])
+    decoder.decode(lost)
+    with pytest.raises(RuntimeError, match="request 7 has lost a tensor on its way"):
+        EngineCoreProc.preprocess_add_request(core, SimpleNamespace(request_id="7"))
+    assert torch.equal(decoder.decode(intact), PIXELS)
+    tensors.refuse_lost_tensors(core, SimpleNamespace(request_id="8"))
 
 
 def test_strict_makes_a_tensor_without_room_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

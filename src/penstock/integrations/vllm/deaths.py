@@ -6,6 +6,7 @@ the executor       calls its failure callback at a death in the group of its que
 each process       writes the death that it sees into the board of its server; the first line is the cause of all others
 the API servers    put the first line into each EngineDeadError, and so into their answers
 the launcher       closes the port of several API servers at the first death, instead of with its own end
+engine cores and API servers end when the first process of the server was killed
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import multiprocessing
 import os
 import re
+import signal
 import socket
 import time
 import weakref
@@ -31,6 +33,7 @@ from penstock.integrations.vllm.left_files import remove_left_files
 from penstock.integrations.vllm.settings import LOGGER
 
 RANK = re.compile(r"VllmWorker-(\d+)")  # vLLM's name of a worker's process
+API_SERVER = "ApiServer_"  # begins vLLM's name of one of several API servers
 BOARD = "penstock vllm deaths"  # begins the name of the file
 REAPED_S = 0.2  # from the end of a process until its exit code is known
 REAP_POLL_S = 0.001  # of a thread, while another thread reaps the process
@@ -42,6 +45,7 @@ SHUTDOWN_POLL_S = 5.0  # of a thread that waits for a death
 # Boards of servers with engine cores that this process has started, by vLLM's manager of the cores
 _boards: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _process_boards: list[str] = []  # the board that this process had before it started a server
+_ended_parents: list[str] = []  # the process that has started this process; the board of a server ends with the server
 
 
 class ProcessDied(RuntimeError):
@@ -144,7 +148,7 @@ def first_death(board: str | None = None) -> str:
     """Returns the text of the first death on the board; empty: none is known."""
     with suppress(OSError), opened(board or VLLM_DEATHS.read()) as file:
         return file.readline().decode().rstrip()
-    return ""
+    return "".join(_ended_parents)
 
 
 def note(death: ProcessDied, board: str | None = None) -> ProcessDied:
@@ -189,6 +193,23 @@ def death_behind(group: EndGroup, timeout: float) -> ProcessDied | None:
     except PeerDied as death:
         return process_died(death)
     return None
+
+
+def end_with_parent() -> None:
+    """Has SIGTERM end this process when the parent of `multiprocessing` has ended. Workers of vLLM watch the parent;
+    engine cores and API servers would keep the memory of a server after the death of the first process."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        Thread(target=await_parent, args=(parent,), name="PenstockParent", daemon=True).start()
+
+
+def await_parent(parent: Any) -> None:
+    """A pidfd: `parent.join` waits for a pipe of which later forks of the parent have the other end, too."""
+    with suppress(ProcessLookupError):
+        wait([os.pidfd_open(parent.pid)])
+    _ended_parents.append(f"{parent.name} (pid {parent.pid}), which started this process, has ended")
+    LOGGER.error("%s", _ended_parents[0])
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # ── in vLLM's classes ──
@@ -276,9 +297,19 @@ def await_death(executor: Any, group: EndGroup, callback: Callable[[], None]) ->
 
 def replace_in_servers() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.exceptions import EngineDeadError
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.utils import APIServerProcessManager
+
+    @before(EngineCoreProc, "__init__")
+    def end_core_with_server(*_: Any, **__: Any) -> None:
+        end_with_parent()
+
+    @before(AsyncLLM, "__init__")
+    def end_api_server_with_server(*_: Any, **__: Any) -> None:
+        if multiprocessing.current_process().name.startswith(API_SERVER):
+            end_with_parent()
 
     @before(CoreEngineProcManager, "__init__")
     def begin(manager: Any, *_: Any, **__: Any) -> None:

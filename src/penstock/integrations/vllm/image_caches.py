@@ -26,8 +26,9 @@ import hashlib
 import hmac
 import multiprocessing
 import os
+import resource
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-not-found]
@@ -42,8 +43,10 @@ from vllm.multimodal.cache.base import (
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 from vllm.utils.cache import CacheInfo
 from vllm.utils.mem_constants import GiB_bytes, MiB_bytes
+from vllm.v1.engine.exceptions import EngineDeadError
 
-from penstock import Handle, Lease, Loan, MemoryExhausted, Missing, Timeout
+from penstock import ClosedError, Handle, Lease, Loan, MemoryExhausted, Missing, Timeout
+from penstock.integrations.vllm.deaths import first_death
 from penstock.integrations.vllm.image_values import ImageValues
 from penstock.integrations.vllm.issues import Issues
 from penstock.integrations.vllm.settings import fall_back, rebind
@@ -67,6 +70,22 @@ def key_of(mm_hash: str) -> bytes:
     return hashlib.sha256(mm_hash.encode()).digest()
 
 
+def name_the_death(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An API server that ends for a death closes its cache while threads prepare requests: the clients get vLLM's error
+    of that death."""
+
+    @functools.wraps(method)
+    def call(self: SharedSenderCache, *arguments: Any) -> Any:
+        try:
+            return method(self, *arguments)
+        except ClosedError as closed:
+            if not first_death():
+                raise
+            raise EngineDeadError() from closed
+
+    return call
+
+
 class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
     """The part of the shared store in an API server: counts, and prompt updates that cannot be stored."""
 
@@ -82,6 +101,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self._updates: OrderedDict[Ref, Sequence[Any]] = OrderedDict()  # of values put here without updates
         self._counts = self._reported = CacheInfo(hits=0, total=0)
 
+    @name_the_death
     def is_cached_item(self, mm_hash: str) -> bool:
         if mm_hash not in self._held_items:
             item = self._find(mm_hash)
@@ -90,6 +110,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
             self._held_items[mm_hash] = item  # held: a server may want the room before the request is through
         return True
 
+    @name_the_death
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> tuple[Any, Sequence[Any]]:
         item = self._held_items.pop(mm_hash, None) or self._find(mm_hash)
         hits, total = self._counts
@@ -108,6 +129,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
     def release_sender_touches(self) -> None:
         self._held_items.clear()
 
+    @name_the_death
     def validate_input_item(self, mm_item: Any, mm_hash: str) -> None:
         """Issues once more a reference that a client sent back.
 
@@ -291,17 +313,21 @@ def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> N
         return
     local, engines = parallel_config.data_parallel_size_local, parallel_config.data_parallel_size
     peers = 1 + parallel_config._api_process_count + local * (1 + parallel_config.world_size) + SPARE_PEERS
+    nbytes = int(mm_config.mm_processor_cache_gb * GiB_bytes)
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     is_ray = "ray" in (parallel_config.data_parallel_backend, parallel_config.distributed_executor_backend)
     is_elsewhere = parallel_config.nnodes > 1 or (local < engines and not parallel_config.local_engines_only)
     if is_ray or is_elsewhere:
         refuse("engines may run on other nodes, which share no memory")
     elif peers > MAX_PEERS:
         refuse(f"{peers} processes would share a store of at most {MAX_PEERS}")
+    elif addresses != resource.RLIM_INFINITY and nbytes > addresses // 8:
+        refuse(f"a store of {nbytes} bytes is more than an eighth of RLIMIT_AS ({addresses}): `ulimit -v` is too low")
     else:
         try:
             shared = SignedStore.create(
                 SHARED_IMAGES,
-                int(mm_config.mm_processor_cache_gb * GiB_bytes),
+                nbytes,
                 name="vllm images",
                 peer_name="vllm",
                 max_items=MAX_ITEMS,

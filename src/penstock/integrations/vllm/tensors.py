@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from vllm.config import ModelConfig, ParallelConfig
 from vllm.v1.engine import tensor_ipc as vllm_tensor_ipc
+from vllm.v1.engine.core import EngineCoreProc
 
-from penstock import Store
+from penstock import PenstockError, Store
+from penstock.integrations.vllm.deaths import before
 from penstock.integrations.vllm.image_values import are_views_safe
 from penstock.integrations.vllm.sent_tensors import SentTensors, receive_value
 from penstock.integrations.vllm.settings import Settings, fall_back, rebind
@@ -62,9 +64,26 @@ def receive(self: Any, dtype: str, shape: tuple[int, ...], meta: dict[str, Any])
     """In place of `TensorIpcReceiver.__call__`: an engine core makes its receiver before plugins load."""
     if STORE not in meta:
         return receive_from_queue(self, dtype, shape, meta)  # type: ignore[no-any-return]
-    lease = receive_value(attached(meta[STORE]), meta[KEY])
+    try:
+        lease = receive_value(attached(meta[STORE]), meta[KEY])
+    except (PenstockError, OSError) as error:
+        self.lost = error
+        return torch.empty(0)
     tensor: torch.Tensor = lease.value("torch")[0]
     return tensor if has_views else torch.clone(tensor)
+
+
+def refuse_lost_tensors(core: Any, request: Any) -> None:
+    """Ends a request with a lost tensor. vLLM's thread of requests survives an error here, and none while it decodes.
+
+    Raises:
+        RuntimeError: the sender has given up a tensor of the request, or died.
+    """
+    receiver = core.tensor_ipc_receiver
+    error = getattr(receiver, "lost", None)
+    if error is not None:
+        receiver.lost = None
+        raise RuntimeError(f"request {request.request_id} has lost a tensor on its way: {error}") from error
 
 
 def attached(ticket: str) -> Store:
@@ -110,3 +129,4 @@ def replace(settings: Settings) -> None:
     let_models_have_several_workers()
     rebind(VllmSender, TensorIpcSender)
     VllmReceiver.__call__ = receive
+    before(EngineCoreProc, "preprocess_add_request")(refuse_lost_tensors)
