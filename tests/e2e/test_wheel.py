@@ -88,6 +88,8 @@ KERNELS = {
     "packed_linear_avx512": AVX512,
     "packed_linear_avx512_bf16": AVX512_BF16,
     "packed_linear_amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
+    "token_choice_avx2": ("-mavx2", "-mfma"),
+    "token_choice_avx512": AVX512,
 }
 OF_AARCH64 = {"packed_linear_bfdot": ("-march=armv8.2-a+bf16",)}
 
