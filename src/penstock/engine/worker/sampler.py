@@ -17,7 +17,7 @@ import torch
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, SamplingParams
 from penstock.engine.worker.bad_words import BadWords
-from penstock.engine.worker.cpu_sampler import CpuRows
+from penstock.engine.worker.cpu_kernels import CpuRows
 from penstock.engine.worker.grammars import TokenMasks
 from penstock.engine.worker.input_batch import moved, unpacked
 

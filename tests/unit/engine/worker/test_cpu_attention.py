@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'pen
 
 from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker import paged_attention  # noqa: E402
-from penstock.engine.worker.cpu_tensors import set_threads  # noqa: E402
+from penstock.engine.worker.cpu_kernels import set_threads  # noqa: E402
 from penstock.engine.worker.input_batch import PrefillChunk  # noqa: E402
 from penstock.engine.worker.paged_attention import (  # noqa: E402
     AttentionStyle,

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.engine.worker.cpu_sampler import CpuRows  # noqa: E402  (it needs torch)
+from penstock.engine.worker.cpu_kernels import CpuRows  # noqa: E402  (it needs torch)
 from penstock.engine.worker.grammars import TokenMasks  # noqa: E402
 
 SIZES = [1, 3, 33, 1000, 1024, 1025, 5003, 40_000]
