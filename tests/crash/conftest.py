@@ -10,6 +10,7 @@ import pytest
 from penstock.engine.launcher import back_off
 from tests.crash.zygote import Zygote
 from tests.support import tiny_models
+from tests.support.kept_fork_server import kept_fork_server  # noqa: F401
 
 
 @pytest.fixture(scope="session")
@@ -17,6 +18,11 @@ def zygote() -> Iterator[Zygote]:
     zygote = Zygote()
     yield zygote
     zygote.close()
+
+
+@pytest.fixture(autouse=True)
+def shared_fork_server(kept_fork_server: None) -> None:  # noqa: F811
+    """Launchers of this process share fork servers."""
 
 
 @pytest.fixture

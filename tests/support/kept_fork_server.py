@@ -1,9 +1,10 @@
 """A fork server that the next launcher of this process uses, too: its imports take seconds of processor time.
 
-`tests/crash` has fork servers of their own, as a launcher outside of tests has.
+It has also imported what test modules import: a process that runs a function of a test module imports only that module.
 """
 
 import asyncio
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +17,15 @@ from penstock.engine.launcher import early_fork_server, fork_server, launcher
 from penstock.engine.launcher.fork_server import ForkServer, ForkServerProcess
 from tests import conftest
 
+import_programs = launcher.import_programs
+
+
+def import_all(imports: Callable[[], object]) -> None:
+    """Runs in the fork server."""
+    from tests.support import engine  # noqa: F401
+
+    imports()
+
 
 def inherited_of_any_test() -> tuple[object, ...]:
     environment, *others = inherited()
@@ -24,17 +34,23 @@ def inherited_of_any_test() -> tuple[object, ...]:
 
 
 class KeptForkServer(ForkServer):
-    """`imports` of launcher have the config: processes with a model are kept apart from those without."""
+    """`imports` of launcher have the config: processes with a model are kept apart from those without. A fork server
+    with imports of a test is not kept."""
 
     idle: ClassVar[dict[bool, ForkServerProcess]] = {}
     belongings: ClassVar[dict[bool, Counter[str]]] = {}
 
     def __init__(self, imports: Callable[[], object], start_timeout: float) -> None:
-        super().__init__(imports, start_timeout)
-        self._has_model = imports.args[0].simulated is None  # type: ignore[attr-defined]
+        assert isinstance(imports, functools.partial)
+        self._is_kept = imports.func is import_programs
+        super().__init__(functools.partial(import_all, imports) if self._is_kept else imports, start_timeout)
+        self._has_model = imports.args[-1].simulated is None
         self._descriptors: Counter[str] = Counter()
 
     def start(self) -> None:
+        if not self._is_kept:
+            super().start()
+            return
         server = self.idle.get(self._has_model)
         if server is not None and not is_usable(server):
             self.take(self._has_model).end()
@@ -49,7 +65,8 @@ class KeptForkServer(ForkServer):
 
     def close(self) -> None:
         server = self._server
-        if server is None or not server.is_ready or not is_usable(server) or self._has_model in self.idle:
+        is_reusable = self._is_kept and server is not None and server.is_ready and is_usable(server)
+        if not is_reusable or self._has_model in self.idle:
             super().close()
             return
         self._waiting.clear()
