@@ -65,8 +65,8 @@ class KeptForkServer(ForkServer):
 
     def close(self) -> None:
         server = self._server
-        is_reusable = self._is_kept and server is not None and server.is_ready and is_usable(server)
-        if not is_reusable or self._has_model in self.idle:
+        is_reusable = server is not None and self._is_kept and server.is_ready and is_usable(server)
+        if server is None or not is_reusable or self._has_model in self.idle:
             super().close()
             return
         self._waiting.clear()
