@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("httptools")
 
 from tests import tiers

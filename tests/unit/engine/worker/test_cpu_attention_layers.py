@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+pytest.importorskip("penstock.engine.worker.stock", reason="needs transformers: pip install 'penstock[engine]'")
 
 from torch import nn  # noqa: E402
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config  # noqa: E402
