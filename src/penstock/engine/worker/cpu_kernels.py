@@ -169,7 +169,7 @@ def find_factor(module: nn.Module, norm: RmsNorm) -> bool | None:
 
 
 # ── choice of tokens ──────────────────────────────────────────────────────────────────────────────────────────────────
-class CpuRows(NamedTuple):
+class SamplingRows(NamedTuple):
     """The rows of a batch: how each of them chooses."""
 
     temperatures: Floats  # 0: the likeliest id

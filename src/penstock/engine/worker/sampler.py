@@ -17,7 +17,7 @@ import torch
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, SamplingParams
 from penstock.engine.worker.bad_words import BadWords
-from penstock.engine.worker.cpu_kernels import CpuRows
+from penstock.engine.worker.cpu_kernels import SamplingRows
 from penstock.engine.worker.grammars import TokenMasks
 from penstock.engine.worker.input_batch import moved, unpacked
 
@@ -226,10 +226,10 @@ class Sampler:
             bad_words.add(ids[row : row + 1])
         return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None, is_stuck)
 
-    def _cpu_rows(self, slots: Index) -> CpuRows:
+    def _cpu_rows(self, slots: Index) -> SamplingRows:
         temperatures = self._temperatures[slots]
         is_greedy = temperatures < GREEDY
-        return CpuRows(
+        return SamplingRows(
             np.where(is_greedy, np.float32(0), temperatures),
             self._top_ks[slots],
             self._top_ps[slots],
