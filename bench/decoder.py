@@ -62,7 +62,7 @@ def compute_turns(
 
     from penstock.engine.core.step_builder import StepBuilder
     from penstock.engine.worker.cpu_decoder import CpuLayer
-    from penstock.engine.worker.cpu_tensors import set_threads
+    from penstock.engine.worker.cpu_kernels import set_threads
     from penstock.engine.worker.input_batch import build_batch
     from penstock.engine.worker.model import load
     from penstock.engine.worker.paged_attention import PagedAttention

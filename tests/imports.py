@@ -17,6 +17,7 @@ TORCH = {"torch", "transformers"}
 ABOVE = {"engine", "server", "load", "top"}
 
 
+@cache
 def file_of(module: str) -> Path | None:
     """The file of a module of ours."""
     first, *_ = module.split(".")

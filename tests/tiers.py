@@ -41,10 +41,10 @@ def limit(seconds: float, soak: float) -> float:
 # fmt: off
 #                                push     all      soak
 # crash: processes that are killed
-CAMPAIGN_DEATHS         = choose(150,     1_200,   10_000)     # test_campaign: at random points of channels and pool
+CAMPAIGN_DEATHS         = choose(100,     1_200,   10_000)     # test_campaign: at random points of channels and pool
 STORE_DEATHS            = choose(40,      150,     2_000)      # test_kept: of processes that write to the store
 TREE_DEATHS             = choose(15,      100,     100)        # test_trees: of whole trees
-MESSAGES_DEATHS         = choose(20,      60,      1_000)      # test_messages
+MESSAGES_DEATHS         = choose(12,      60,      1_000)      # test_messages
 HANDLE_DEATHS           = choose(4,       8,       400)        # test_handles: of servers, cores and workers …
 HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requests
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served cluster
@@ -52,8 +52,8 @@ MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration:
 STRUCTURED_DEATHS       = choose(0,       200,     2_000)      # test_grammar_campaign: under structured streams
 KEPT_KV_ROUNDS          = choose(1,       33,      300)        # test_kept_kv: of 30 requests, kept and not kept
 FORK_DEATHS             = choose(8,       1_000,   10_000)     # test_fork_server_deaths: of processes, and the server
-DEVICE_DEATHS           = choose(30,      1_000,   10_000)     # test_device_memory_deaths: of either end
-KEPT_KV_CUTS            = choose(8,       64,      64)         # test_kept_kv: places at which an answer is cut
+DEVICE_DEATHS           = choose(12,      1_000,   10_000)     # test_device_memory_deaths: of either end
+KEPT_KV_CUTS            = choose(4,       64,      64)         # test_kept_kv: places at which an answer is cut
 BLAME_SIGNALS           = choose(3,       200,     2_000)      # test_blame_campaign: SIGSEGV and SIGABRT from outside
 BLAME_POISONS           = choose(1,       9,       200)        # test_blame_campaign: requests that make an engine fail
 NODE_BLOWS              = choose(7,       300,     3_000)      # test_node_campaign: to a node, and to the link to it

@@ -10,6 +10,7 @@ import pytest
 from penstock.engine.launcher import back_off
 from tests.crash.zygote import Zygote
 from tests.support import tiny_models
+from tests.support.kept_fork_server import kept_fork_server  # noqa: F401
 
 
 @pytest.fixture(scope="session")

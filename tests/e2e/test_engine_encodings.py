@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 
 from penstock import Store  # noqa: E402
 from penstock.engine.client.client import Client, ImageInput  # noqa: E402

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 
 from penstock import Scope  # noqa: E402
 from penstock.engine.client.client import Client, ImageInput  # noqa: E402

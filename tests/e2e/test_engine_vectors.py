@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("penstock.engine.worker.stock")
 transformers = pytest.importorskip("transformers")
 
 from penstock.engine.client.client import Client  # noqa: E402

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 tokenizers = pytest.importorskip("tokenizers")
 
 from penstock.engine.client.client import Client  # noqa: E402

@@ -10,7 +10,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("httptools")
 
 from safetensors.torch import save  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("httptools")
 
 import penstock  # noqa: E402

@@ -16,7 +16,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("httptools")
 
 from penstock.engine.client.client import Client  # noqa: E402

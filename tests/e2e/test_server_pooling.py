@@ -12,6 +12,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 torch = pytest.importorskip("torch")
+pytest.importorskip("penstock.engine.worker.stock")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("httptools")
 

@@ -13,7 +13,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("httptools")
 
 from PIL import Image  # noqa: E402

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("openai")
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("httptools")
 
 from PIL import Image

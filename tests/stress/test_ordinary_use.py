@@ -20,7 +20,7 @@ import pytest
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("openai")
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("httptools")
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402

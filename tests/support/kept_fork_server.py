@@ -1,20 +1,37 @@
 """A fork server that the next launcher of this process uses, too: its imports take seconds of processor time.
 
-`tests/crash` has fork servers of their own, as a launcher outside of tests has.
+It has also imported what test modules import: a process that runs a function of a test module imports only that module.
+Servers are forked, too: a launcher spawns a server, which imports for half a second. Servers of a command are spawned.
 """
 
 import asyncio
+import contextlib
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
+from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.spawning import inherited
+from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.launcher import early_fork_server, fork_server, launcher
 from penstock.engine.launcher.fork_server import ForkServer, ForkServerProcess
 from tests import conftest
+
+import_programs = launcher.import_programs
+start_child = ChildProcess.start
+
+
+def import_all(imports: Callable[[], object]) -> None:
+    """Runs in the fork server."""
+    with contextlib.suppress(ImportError):  # without the packages of a server
+        from penstock.server.http import app  # noqa: F401
+    from tests.support import engine  # noqa: F401
+
+    imports()
 
 
 def inherited_of_any_test() -> tuple[object, ...]:
@@ -24,17 +41,25 @@ def inherited_of_any_test() -> tuple[object, ...]:
 
 
 class KeptForkServer(ForkServer):
-    """`imports` of launcher have the config: processes with a model are kept apart from those without."""
+    """`imports` of launcher have the config: processes with a model are kept apart from those without. A fork server
+    with imports of a test is not kept."""
 
     idle: ClassVar[dict[bool, ForkServerProcess]] = {}
     belongings: ClassVar[dict[bool, Counter[str]]] = {}
+    in_use: ClassVar[list[ForkServer]] = []
 
     def __init__(self, imports: Callable[[], object], start_timeout: float) -> None:
-        super().__init__(imports, start_timeout)
-        self._has_model = imports.args[0].simulated is None  # type: ignore[attr-defined]
+        assert isinstance(imports, functools.partial)
+        self._is_kept = imports.func is import_programs
+        super().__init__(functools.partial(import_all, imports) if self._is_kept else imports, start_timeout)
+        self._has_model = imports.args[-1].simulated is None
         self._descriptors: Counter[str] = Counter()
 
     def start(self) -> None:
+        if not self._is_kept:
+            super().start()
+            return
+        self.in_use.append(self)
         server = self.idle.get(self._has_model)
         if server is not None and not is_usable(server):
             self.take(self._has_model).end()
@@ -48,8 +73,11 @@ class KeptForkServer(ForkServer):
         self._descriptors = conftest.descriptors() - before
 
     def close(self) -> None:
+        if self in self.in_use:
+            self.in_use.remove(self)
         server = self._server
-        if server is None or not server.is_ready or not is_usable(server) or self._has_model in self.idle:
+        is_reusable = server is not None and self._is_kept and server.is_ready and is_usable(server)
+        if server is None or not is_reusable or self._has_model in self.idle:
             super().close()
             return
         self._waiting.clear()
@@ -71,17 +99,25 @@ class KeptForkServer(ForkServer):
             cls.take(has_model).end()
 
 
+def start_forked(member: ProcessId, run: Any, cluster: Cluster, fork: Any = None) -> ChildProcess:
+    if member.kind == "server" and KeptForkServer.in_use:
+        fork = KeptForkServer.in_use[-1].fork
+    return start_child(member, run, cluster, fork)
+
+
 def is_usable(server: ForkServerProcess) -> bool:
     is_alive = os.waitid(os.P_PIDFD, server.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     return is_alive and not server.is_stopped and server.inherited == inherited_of_any_test()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def kept_fork_server() -> Iterator[None]:
+    """A conftest.py that imports it lets all launchers of a process share fork servers."""
     patch = pytest.MonkeyPatch()
     for module in (early_fork_server, fork_server):
         patch.setattr(module, "inherited", inherited_of_any_test)
     patch.setattr(launcher, "ForkServer", KeptForkServer)
+    patch.setattr(ChildProcess, "start", staticmethod(start_forked))
     yield
     patch.undo()
     KeptForkServer.end()

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+pytest.importorskip("penstock.engine.worker.stock", reason="needs transformers: pip install 'penstock[engine]'")
+transformers = pytest.importorskip("transformers")
 
 from penstock.codec.buffer import Buffer  # noqa: E402
 from penstock.engine.core.scheduler import Scheduler  # noqa: E402

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine import _native
-from penstock.engine.worker.cpu_norm import RmsNorm
-from penstock.engine.worker.cpu_tensors import kernel_threads, replace_forwards, rows_of
+from penstock.engine.worker.cpu_kernels import RmsNorm, kernel_threads, replace_forwards, rows_of
 from penstock.engine.worker.paged_attention import (
     CPU_DTYPES,
     AttentionStyle,

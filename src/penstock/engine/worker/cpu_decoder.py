@@ -18,9 +18,8 @@ from penstock.engine import _native
 from penstock.engine.protocol.columns import Index
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_attention import CpuAttention
+from penstock.engine.worker.cpu_kernels import RmsNorm, kernel_threads, replace_forwards, rows_of
 from penstock.engine.worker.cpu_linear import GatedMlp, Product, SharedProduct
-from penstock.engine.worker.cpu_norm import RmsNorm
-from penstock.engine.worker.cpu_tensors import kernel_threads, replace_forwards, rows_of
 from penstock.engine.worker.paged_attention import PagedAttention
 from penstock.engine.worker.tensor_parallel import TPGroup
 

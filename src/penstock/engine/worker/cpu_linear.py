@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.engine import _native
 from penstock.engine.cluster.logs import event
-from penstock.engine.worker.cpu_tensors import huge_pages, kernel_threads, rows_of
+from penstock.engine.worker.cpu_kernels import huge_pages, kernel_threads, rows_of
 
 PANEL = 16  # outputs of a panel of packed weights
 ALIGNED = 32  # elements: 64 bytes

@@ -25,7 +25,7 @@ import msgspec
 
 from penstock._native import start_ticks
 from penstock.engine.cluster.logs import event
-from penstock.engine.worker.cpu_tensors import set_threads
+from penstock.engine.worker.cpu_kernels import set_threads
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.environment import cache_directory
 

@@ -30,7 +30,7 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import AdapterChange, AdapterState, Ints, Step
 from penstock.engine.worker import weight_loader
-from penstock.engine.worker.cpu_tensors import keep_freed_memory, set_threads
+from penstock.engine.worker.cpu_kernels import keep_freed_memory, set_threads
 from penstock.engine.worker.cpu_threads import share
 from penstock.engine.worker.device import EncodingCounts, LazyGrammars, TorchPendingStep
 from penstock.engine.worker.model import load_on_cpu, quantization_of

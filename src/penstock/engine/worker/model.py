@@ -23,8 +23,8 @@ from penstock.engine.protocol.lora import Adapter
 from penstock.engine.worker import rope, weight_loader
 from penstock.engine.worker.cpu_attention import replace_attentions
 from penstock.engine.worker.cpu_decoder import AdapterRun, find_decoder, replace_layers
+from penstock.engine.worker.cpu_kernels import replace_norms
 from penstock.engine.worker.cpu_linear import find_groups, is_packed, pack_linears, packed_nbytes, weight_names
-from penstock.engine.worker.cpu_norm import replace_norms
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.lora import LoadedAdapters, load_adapters
 from penstock.engine.worker.paged_attention import NAME, Attention, KVCache, PagedAttention, Probe

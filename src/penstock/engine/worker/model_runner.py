@@ -28,7 +28,7 @@ from penstock.engine.protocol.messages import AdapterChange, AdapterState, Finis
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_decoder import AdapterRun
-from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
+from penstock.engine.worker.cpu_kernels import keep_freed_memory, kernel_threads, set_threads
 from penstock.engine.worker.cpu_threads import (
     SHORT,
     TRIED,

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.engine import _native
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
-from penstock.engine.worker.cpu_tensors import huge_pages, kernel_threads
+from penstock.engine.worker.cpu_kernels import huge_pages, kernel_threads
 from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.stock import AttentionInterface

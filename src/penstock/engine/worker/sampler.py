@@ -17,7 +17,7 @@ import torch
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, SamplingParams
 from penstock.engine.worker.bad_words import BadWords
-from penstock.engine.worker.cpu_sampler import CpuSampler
+from penstock.engine.worker.cpu_kernels import SamplingRows
 from penstock.engine.worker.grammars import TokenMasks
 from penstock.engine.worker.input_batch import moved, unpacked
 
@@ -266,7 +266,7 @@ class _Batch:
         self.asking_rows = sampler._ids(self.asking)
         self.due = s._logprobs[slots[self.asking]]
         self.rows = (
-            CpuSampler.of(slots, s._temperatures, s._top_ks, s._top_ps, s._min_ps)
+            SamplingRows.of(slots, s._temperatures, s._top_ks, s._top_ps, s._min_ps)
             if device.type == "cpu"
             else _RandomRows(s, slots)
         )

@@ -12,7 +12,7 @@ import pytest
 import penstock
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 
 ENGINE = Path(penstock.__file__).parent / "engine"
 FOLDERS = ("cluster", "core", "output", "protocol", "worker")  # not worker/cuda: nothing is forked there

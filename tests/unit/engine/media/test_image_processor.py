@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-transformers = pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+pytest.importorskip("penstock.engine.worker.stock", reason="needs transformers: pip install 'penstock[engine]'")
+transformers = pytest.importorskip("transformers")
 pillow = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install 'penstock[engine]'")
 
 from penstock import ClosedError, Store  # noqa: E402

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 torch = pytest.importorskip("torch")
+pytest.importorskip("penstock.engine.worker.stock")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("PIL.Image")
 

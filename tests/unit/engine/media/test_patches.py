@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 from PIL import Image
 from transformers import CLIPImageProcessorPil, Qwen2VLImageProcessorPil
 

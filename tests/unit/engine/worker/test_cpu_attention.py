@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+pytest.importorskip("penstock.engine.worker.stock", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker import paged_attention  # noqa: E402
-from penstock.engine.worker.cpu_tensors import set_threads  # noqa: E402
+from penstock.engine.worker.cpu_kernels import set_threads  # noqa: E402
 from penstock.engine.worker.input_batch import PrefillChunk  # noqa: E402
 from penstock.engine.worker.paged_attention import (  # noqa: E402
     AttentionStyle,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+pytest.importorskip("penstock.engine.worker.stock", reason="needs transformers: pip install 'penstock[engine]'")
 
 from torch import nn  # noqa: E402
 from transformers import Gemma3TextConfig, LlamaConfig, Qwen3Config  # noqa: E402
@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E40
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention  # noqa: E402
 
 from penstock.engine.worker.cpu_attention import CpuAttention, replace_attentions  # noqa: E402
+from penstock.engine.worker.cpu_kernels import replace_norms  # noqa: E402
 from penstock.engine.worker.cpu_linear import pack_linears  # noqa: E402
-from penstock.engine.worker.cpu_norm import replace_norms  # noqa: E402
 from penstock.engine.worker.paged_attention import NAME, KVCache, KVCacheShape, PagedAttention  # noqa: E402
 from tests.support.models import BLOCK_SIZE, batch_of_rows  # noqa: E402
 

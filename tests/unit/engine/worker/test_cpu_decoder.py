@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+pytest.importorskip("penstock.engine.worker.stock", reason="needs transformers: pip install 'penstock[engine]'")
 
 import numpy  # noqa: E402
 from torch import nn  # noqa: E402
@@ -32,8 +32,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: 
 from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker.cpu_attention import replace_attentions  # noqa: E402
 from penstock.engine.worker.cpu_decoder import CpuLayer, find_decoder, replace_layers  # noqa: E402
+from penstock.engine.worker.cpu_kernels import replace_norms  # noqa: E402
 from penstock.engine.worker.cpu_linear import FLOAT32_KERNELS, pack_linears  # noqa: E402
-from penstock.engine.worker.cpu_norm import replace_norms  # noqa: E402
 from penstock.engine.worker.paged_attention import NAME, KVCache, KVCacheShape, PagedAttention  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 from tests.support.models import BLOCK_SIZE, batch_of_rows  # noqa: E402

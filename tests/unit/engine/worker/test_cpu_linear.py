@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 from penstock.engine import _native
+from penstock.engine.worker.cpu_kernels import kernel_threads, set_threads
 from penstock.engine.worker.cpu_linear import FLOAT32_KERNELS, PANEL, find_groups, pack_linears
-from penstock.engine.worker.cpu_tensors import kernel_threads, set_threads
 
 FASTEST = _native.linear_kernel()
 

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from penstock.engine.worker.cpu_norm import RmsNorm, replace_norms
+from penstock.engine.worker.cpu_kernels import RmsNorm, replace_norms
 
 
 class HalfRMSNorm(LlamaRMSNorm):

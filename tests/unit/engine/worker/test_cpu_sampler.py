@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from penstock.engine.worker.cpu_sampler import CpuSampler  # noqa: E402  (it needs torch)
+from penstock.engine.worker.cpu_kernels import SamplingRows  # noqa: E402  (it needs torch)
 from penstock.engine.worker.grammars import TokenMasks  # noqa: E402
 
 SIZES = [1, 3, 33, 1000, 1024, 1025, 5003, 40_000]
@@ -25,7 +25,7 @@ def kept_weights(logits: Any, temperature: float, top_k: int, top_p: float, min_
 
 def rows_of(count: int, temperature: float = 1.0, top_k: int = 1 << 40, top_p: float = 1.0, min_p: float = 0.0) -> Any:
     columns = (temperature, np.float32), (top_k, np.int64), (top_p, np.float32), (min_p, np.float32)
-    return CpuSampler(*(np.full(count, value, dtype) for value, dtype in columns))
+    return SamplingRows(*(np.full(count, value, dtype) for value, dtype in columns))
 
 
 def packed(is_allowed: Any) -> Any:

@@ -13,13 +13,13 @@ from unittest.mock import Mock
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+pytest.importorskip("penstock.engine.worker.stock", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock import Timeout  # noqa: E402
 from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker import cpu_threads, model_runner  # noqa: E402
 from penstock.engine.worker.cpu_decoder import CpuDecoder  # noqa: E402
-from penstock.engine.worker.cpu_tensors import kernel_threads, set_threads  # noqa: E402
+from penstock.engine.worker.cpu_kernels import kernel_threads, set_threads  # noqa: E402
 from penstock.engine.worker.cpu_threads import (  # noqa: E402
     LONG,
     SHORT,

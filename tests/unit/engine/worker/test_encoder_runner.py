@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("tokenizers")
 
 from penstock.engine.model_dir import pooling_of, with_model_defaults  # noqa: E402

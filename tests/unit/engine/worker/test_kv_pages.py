@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 
 from penstock.engine.cluster import kept_memory
 from penstock.engine.cluster.kept_memory import MemoryFile

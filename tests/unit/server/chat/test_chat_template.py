@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("starlette")
 
 from penstock.server.chat.prompt_builder import RESERVED, ChatTemplate

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("starlette")
 pytest.importorskip("av")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
-pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+pytest.importorskip("penstock.engine.worker.stock", reason="needs transformers: pip install 'penstock[engine]'")
 
 from tests.support.interpreter import require_interpreter  # noqa: E402
 
