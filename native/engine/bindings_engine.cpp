@@ -18,5 +18,6 @@ NB_MODULE(_native, m) {
     penstock::engine::bind_pixels(m);
     penstock::engine::bind_rms_norm(m);
     penstock::engine::bind_rotary(m);
+    penstock::engine::bind_table_writer(m);
     penstock::engine::bind_token_choice(m);
 }

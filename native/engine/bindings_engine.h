@@ -25,6 +25,7 @@ void bind_pixels(nb::module_& m);
 void bind_rank_memory(nb::module_& m);
 void bind_rms_norm(nb::module_& m);
 void bind_rotary(nb::module_& m);
+void bind_table_writer(nb::module_& m);
 void bind_token_choice(nb::module_& m);
 
 }  // namespace penstock::engine

@@ -8,7 +8,8 @@
 #include <sys/socket.h>
 
 #include <algorithm>
-#include <cstdio>
+#include <charconv>
+#include <iterator>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -168,9 +169,8 @@ class ChunkSender {
     bool write(const Stream& stream, const char* text, u64 nbytes, u64& sent) {
         frame_.clear();
         if (stream.is_chunked) {
-            char length[24];
-            frame_.append(length, static_cast<size_t>(std::snprintf(length, sizeof length, "%llx\r\n",
-                                                                    static_cast<unsigned long long>(nbytes))));
+            char length[16];  // a hexadecimal digit for each half byte
+            frame_.append(length, std::to_chars(length, std::end(length), nbytes, 16).ptr).append("\r\n");
         }
         frame_.append(text, nbytes);
         if (stream.is_chunked) frame_.append("\r\n");

@@ -333,6 +333,21 @@ def rotary(queries: tuple[int, int, int, int], keys: tuple[int, int, int, int], 
     Normalizes and rotates queries and keys, and writes keys and values to the cache. `queries`, `keys`, `values`: address, stride between tokens in elements, number of heads, address of the weights of a norm or 0. `cos_sin`: addresses of [tokens, size]. `sizes`: of a key and of a value. `places`: the address of the places of the tokens in the cache. `outputs`: addresses of the queries, and of all cached keys and values. The caller checks the addresses.
     """
 
+class TableWriter:
+    """
+    Writes the rows of a message to an output processor that all have texts of the tables.
+    """
+
+    def __init__(self, *, texts: list[bytes], quoted: list[bytes], is_whole: Any, masks: Any, frames: Any, bases: Any, firsts: Any, marks: Any, servers: Any, requests: Any, samples: Any, generated: Any) -> None:
+        """
+        The first four are the tables of a `Vocabulary`. The others have an item for each slot, and may change between calls. `frames`: None has no text of the tables; an empty tuple has the text alone; the parts of others are joined by the escaped text.
+        """
+
+    def write(self, slots: numpy.typing.NDArray[numpy.intp], ids: numpy.typing.NDArray[numpy.int32]) -> tuple[int, bytes, bytes, bytes | None] | None:
+        """
+        Returns the server, the numbers of the Delta (of 32 bits), its text, and the samples of its rows (of 16 bits; None: all 0), and counts an id for each slot. Returns None, and changes nothing, if a row has no text of the tables, or the rows are of several servers.
+        """
+
 def choose_tokens(address: int, stride: int, vocabulary: int, temperatures: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], top_ks: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], top_ps: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], min_ps: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], draws: Annotated[NDArray[numpy.float32], dict(shape=(None,), order='C', device='cpu', writable=False)], masked: Annotated[NDArray[numpy.int64], dict(shape=(None,), order='C', device='cpu', writable=False)], bits: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu', writable=False)], ids: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu')], results: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order='C', device='cpu')], threads: int) -> None:
     """
     Chooses a token from each row of float32 logits. `temperatures`: 0: the likeliest token. `draws`: of [0, 1). `masked`: rows of which only the tokens with a set bit may come; the logits of the others become -inf. `results`: 0: chosen; 1: the greatest logit is no number; 2: the mask leaves no token. The caller checks the address; the stride is in elements.

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,7 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.server.chat.prompt_builder import MANY, NumberTokenizer, PromptBuilder
 from penstock.server.chat.request_schema import decoded
+from penstock.server.chat.streaming import CLIENT_CONNECTION
 from penstock.server.http import app, endpoint
 from penstock.server.http.app import ApiServer
 from penstock.server.http.endpoint import LONG
@@ -61,23 +62,29 @@ class Exchange:
     def __init__(self, api: ApiServer, row: ProcessCounters, words: Words) -> None:
         self.api, self.row, self.words = api, row, words
         self.app = api.app()
-        self.gone = asyncio.Event()
+        self.watcher: Callable[[], None] | None = None
         self.messages: list[Any] = []
 
     async def ask(self, body: dict[str, Any], path: str = "/tokenize") -> None:
         messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
         async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            await self.gone.wait()
-            return {"type": "http.disconnect"}
+            return messages.pop()
 
         async def send(message: Any) -> None:
             self.messages.append(message)
 
         scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        scope["extensions"] = {CLIENT_CONNECTION: self}
         await self.app(scope, receive, send)
+
+    def on_disconnect(self, call: Callable[[], None] | None) -> Callable[[], None] | None:
+        before, self.watcher = self.watcher, call
+        return before
+
+    def go(self) -> None:
+        assert self.watcher is not None
+        self.watcher()
 
     @property
     def status(self) -> int:
@@ -198,7 +205,7 @@ async def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn:
         asking = asyncio.ensure_future(exchange.ask({"messages": [{"role": "user", "content": "x" * LONG}]}))
         await asyncio.to_thread(turn.began.wait, 10)
         assert exchange.row[ProcessCounters.OPEN] == 1 and exchange.api._bodies.reading_nbytes > LONG
-        exchange.gone.set()
+        exchange.go()
         await asyncio.wait_for(asking, 5)  # and not when the decoder has come to its end
         assert exchange.messages == [] and exchange.row[ProcessCounters.OPEN] == 0
         assert exchange.api._bodies.reading_nbytes == 0

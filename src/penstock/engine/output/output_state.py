@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from penstock.engine._native import TableWriter
 from penstock.engine.output.delta_builder import DeltaBuilder, FinishedWithoutToken, HeldOutput, HeldOutputs, SampleEnd
 from penstock.engine.output.logprobs_json import LogprobsWriter
 from penstock.engine.protocol.columns import Index, LogprobRows
@@ -37,7 +38,6 @@ from penstock.errors import DecodeError
 
 NO_IDS: Ints = np.zeros(0, np.int32)
 NO_SLOTS: Index = np.zeros(0, np.intp)
-FEW = 4  # rows of a message that take less time one by one than in columns: numpy's calls are most of the time
 ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets text: alone; or from the tables, without a chunk or in a chunk
 
 
@@ -74,7 +74,21 @@ class OutputState:
         self._choices: dict[int, tuple[int, int]] = {}  # their kinds and marks
         self._held = HeldOutputs()
         self._slots = NO_SLOTS  # of the last message with ids
-        self._few: tuple[list[int], list[int], npt.NDArray[np.uint16] | None] | None = None  # see `_process_few`
+        self._frames: list[tuple[bytes, ...] | None] = [None] * slots  # see `TableWriter`
+        self._table_writer = TableWriter(
+            texts=vocabulary.texts,
+            quoted=vocabulary.quoted,
+            is_whole=vocabulary.is_whole,
+            masks=vocabulary.masks,
+            frames=self._frames,
+            bases=self._bases,
+            firsts=self._firsts,
+            marks=self._marks,
+            servers=self._servers,
+            requests=self._requests,
+            samples=self._samples,
+            generated=self._generated,
+        )
 
     @classmethod
     def of(cls, config: EngineConfig, vocabulary: Vocabulary | None = None) -> OutputState:
@@ -92,7 +106,6 @@ class OutputState:
     def _start(self, started: Started) -> None:
         slot, params, vocabulary = started.slot, started.params, self._vocabulary
         self._is_open[slot] = True
-        self._few = None
         self._generated[slot] = len(started.generated)
         self._servers[slot], self._requests[slot], self._samples[slot] = started.server, started.request, started.sample
         if started.cached:
@@ -156,11 +169,12 @@ class OutputState:
             kind = PLAIN
         else:
             kind = WRAPPED if writer.has_begun and writer.is_plain else ALONE
+        if parser is not None and writer is not None:
+            writer.choose_frames(parser.run, parser.calls - 1)
+        self._frames[slot] = None if kind == ALONE else () if writer is None else writer.frame
         if parser is None:
             self._kinds[slot] = kind
             return
-        if writer is not None:
-            writer.choose_frames(parser.run, parser.calls - 1)
         choice = kind, parser.firsts
         if self._choices.get(slot) != choice:  # numpy's cells cost more than the comparison
             self._choices[slot] = choice
@@ -191,7 +205,7 @@ class OutputState:
         self._parsers.pop(slot, None)
         self._choices.pop(slot, None)
         self._held.take(slot)
-        self._started[slot] = self._texts[slot] = self._writers[slot] = None
+        self._started[slot] = self._texts[slot] = self._writers[slot] = self._frames[slot] = None
 
     # ── tokens ──
     def process(self, tokens: Tokens) -> Outputs:
@@ -202,11 +216,11 @@ class OutputState:
         for started in tokens.started:
             self._start(started)
         if tokens.slots is not None:
-            self._slots, self._few = tokens.slots.astype(np.intp), None
+            self._slots = tokens.slots.astype(np.intp)
         slots = self._slots if tokens.ids.size else NO_SLOTS
         if tokens.ids.shape != slots.shape:
             raise DecodeError(f"expected {slots.size} numbers, got a shape of {tokens.ids.shape} at $.ids")
-        if 0 < slots.size <= FEW and (answers := self._process_few(tokens)) is not None:
+        if slots.size and (answers := self._process_table_texts(slots, tokens)) is not None:
             return answers
         rows = DeltaBuilder(slots, tokens.ids, LogprobRows.read(tokens.logprobs, slots.size))
         is_open = self._is_open[slots]
@@ -229,36 +243,16 @@ class OutputState:
             self._end(int(rows.slots[row]))
         return Outputs(deltas, aborts)
 
-    def _process_few(self, tokens: Tokens) -> Outputs | None:
+    def _process_table_texts(self, slots: Index, tokens: Tokens) -> Outputs | None:
         """Answers a message for one server; None, and no change, if a row gets more than a text of the tables."""
         if tokens.ended or tokens.logprobs is not None or tokens.prompt_logprobs or self._cached:
             return None
-        if self._few is None:  # servers, requests and samples of these slots, but for samples of 0
-            rows, samples = self._slots, self._samples[self._slots]
-            self._few = self._servers[rows].tolist(), self._requests[rows].tolist(), samples if samples.any() else None
-        (servers, requests, numbers_of_samples), texts = self._few, list[bytes]()
-        slots, ids = self._slots.tolist(), tokens.ids.tolist()
-        for server, slot, token_id in zip(servers, slots, ids, strict=True):
-            if server != servers[0] or (text := self._table_text(slot, token_id)) is None:
-                return None
-            texts.append(text)
-        for slot in slots:
-            self._generated[slot] = self._generated.item(slot) + 1
-        numbers = np.array([*requests, *map(len, texts), *ids], np.int32)
-        return Outputs([(servers[0], Delta(len(slots), numbers, b"".join(texts), samples=numbers_of_samples))], [])
-
-    def _table_text(self, slot: int, token_id: int) -> bytes | None:
-        """Returns the text of an id that `_write` would take from the tables; None: it would not."""
-        vocabulary, kind = self._vocabulary, self._kinds.item(slot)  # numpy's scalars take several times as long
-        if kind == ALONE or not self._is_open.item(slot):
+        written = self._table_writer.write(slots, tokens.ids)
+        if written is None:
             return None
-        place = self._bases.item(slot) + (token_id if 0 <= token_id < vocabulary.stride else vocabulary.stride - 1)
-        marks = self._firsts.item(slot) | self._marks.item(slot)
-        if not vocabulary.is_whole[place] or (marks and vocabulary.masks.item(place) & marks):
-            return None
-        if kind == WRAPPED and (writer := self._writers[slot]) is not None:
-            return vocabulary.quoted[place].join(writer.frame) if vocabulary.is_seen[place] else None
-        return vocabulary.texts[place]
+        server, numbers, text, of_samples = written
+        samples = None if of_samples is None else np.frombuffer(of_samples, np.uint16)
+        return Outputs([(server, Delta(slots.size, np.frombuffer(numbers, np.int32), text, samples=samples))], [])
 
     def _aborts(self, slots: Index) -> list[Abort]:
         servers, aborts = self._servers[slots], []

@@ -34,7 +34,7 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # or nginx keeps the events back
 ]
 DONE = b"data: [DONE]\n\n"
-RESPONSE_WRITER = "penstock.response_writer"  # ASGI extension: a ResponseWriter
+CLIENT_CONNECTION = "penstock.client_connection"  # ASGI extension: a ClientConnection
 
 
 def engine_failed(error: EngineError, request_id: str) -> ApiError:
@@ -45,42 +45,37 @@ def engine_failed(error: EngineError, request_id: str) -> ApiError:
     return ApiError.of(error, request_id)
 
 
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`. Cancels it, and raises Gone, as soon as the client disconnects.
+async def cancel_on_disconnect(scope: Scope, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`. Cancels it, and raises Gone, as soon as the client of the request disconnects.
 
-    `work` must not end the response: after that, `receive` reports every client as disconnected. It runs in the task of
-    the caller: a task of its own would be a tenth of the time of a short request.
+    `work` runs in the task of the caller, and no task waits for the client: either task would be a tenth of the time of
+    a short request.
     """
     task = asyncio.current_task()
     assert task is not None, "a coroutine of the event loop"
-    watching = asyncio.ensure_future(_until_gone(receive))
-    is_working, cancels = True, 0
+    connection: ClientConnection = scope["extensions"][CLIENT_CONNECTION]
+    is_working, is_gone, cancels = True, False, 0
 
-    def cancel(_: asyncio.Future[None]) -> None:
-        nonlocal cancels
-        if is_working:
+    def cancel() -> None:
+        nonlocal is_gone, cancels
+        if is_working and not is_gone:
+            is_gone = True
             cancels += task.cancel()
 
-    watching.add_done_callback(cancel)
+    before = connection.on_disconnect(cancel)
     try:
         result = await work
     except (Exception, asyncio.CancelledError):
-        if not watching.done():
+        if not is_gone:
             raise
     finally:
         is_working = False
-        is_gone = watching.done()
-        watching.cancel()
+        connection.on_disconnect(before)
     if not is_gone:
         return result
     if cancels and sys.version_info >= (3, 11):
         task.uncancel()
     raise Gone  # even if the work is done, too: a send to the client may end because it disconnected
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def usage_of(*streams: OutputStream) -> dict[str, Any]:
@@ -165,8 +160,12 @@ class RequestStreams:
 
 
 # ── past all middleware ──────────────────────────────────────────────────────────────────────────────────────────────
-class ResponseWriter(Protocol):
-    """Writes parts of a body that has begun, past all middleware and without a task. `HttpExchange` is one."""
+class ClientConnection(Protocol):
+    """Says when the client goes, and writes parts of a body that has begun: past all middleware and without a task.
+    `HttpExchange` is one."""
+
+    def on_disconnect(self, call: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Has the event loop call `call` when the client disconnects, or if it has. Returns the one before."""
 
     def write_chunk(self, body: bytes) -> bool:
         """Returns False if the application must send the chunk."""
@@ -182,7 +181,7 @@ class ResponseWriter(Protocol):
 class ChunkDelivery:
     """Passes the chunks of a stream on while its reader waits."""
 
-    def __init__(self, stream: OutputStream, writer: ResponseWriter, latencies: LatencyRecorder) -> None:
+    def __init__(self, stream: OutputStream, writer: ClientConnection, latencies: LatencyRecorder) -> None:
         self._stream = stream
         self._writer = writer
         self._latencies = latencies
@@ -232,8 +231,7 @@ class SSEResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            writer = scope.get("extensions", {}).get(RESPONSE_WRITER)
-            last = await cancel_on_disconnect(receive, self._send_chunks(send, writer))
+            last = await cancel_on_disconnect(scope, self._send_chunks(send, scope["extensions"][CLIENT_CONNECTION]))
         finally:
             self._batch.release()
         await send({"type": "http.response.body", "body": last, "more_body": False})
@@ -260,9 +258,9 @@ class SSEResponse:
         return b"data: %b\n\n" % error.body
 
     # ── events ──
-    async def _send_chunks(self, send: Send, writer: ResponseWriter | None) -> bytes:
+    async def _send_chunks(self, send: Send, writer: ClientConnection) -> bytes:
         """Sends all events but the last ones, which it returns: one write less for each answer. `writer` sends without
-        this task; None: there is none."""
+        this task."""
         has_begun, last = False, b""
         try:
             with self._latencies.watching(self._batch.streams):
@@ -275,7 +273,7 @@ class SSEResponse:
                             if first := self.begin():
                                 await send({"type": "http.response.body", "body": first, "more_body": True})
                             has_begun = True
-                            if writer is not None and self._batch.is_single and self.is_verbatim:
+                            if self._batch.is_single and self.is_verbatim:
                                 stream.deliver_to(ChunkDelivery(stream, writer, self._latencies))
                         body = self.translate(chunk)
                         if self._batch.is_single and stream.is_over:

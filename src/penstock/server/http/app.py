@@ -313,7 +313,7 @@ class ApiServer:
         if not conversation.media:
             return await reading
         try:
-            return await cancel_on_disconnect(request.receive, reading)
+            return await cancel_on_disconnect(request.scope, reading)
         finally:
             self._heap.was_used()
 
@@ -345,7 +345,7 @@ class ApiServer:
         """Returns the prompts of embeddings, which the caller submits or releases."""
         limit = Limit(self._config.max_model_len - 1, "prompt_embeds", params.max_tokens)
         try:
-            return await cancel_on_disconnect(request.receive, self._reader.embeds(texts, limit))
+            return await cancel_on_disconnect(request.scope, self._reader.embeds(texts, limit))
         finally:
             self._heap.was_used()
 
@@ -386,13 +386,13 @@ class ApiServer:
             batch = self._batch(submit, params, prompts, counted)
             if build is not None:
                 response = PieceResponse(build(answer_format, params), batch, latencies, request_id)
-                return response if sampling.stream else await cancel_on_disconnect(request.receive, response.whole())
+                return response if sampling.stream else await cancel_on_disconnect(request.scope, response.whole())
             choice = StreamedChoice.of_completion
             if style == Style.CHAT:
                 choice = functools.partial(StreamedChoice.of_chat, answer_format=answer_format)
             ids = [prompt.ids for prompt in prompts]
             whole = self._whole(choice, batch, params, ids, answer, latencies, fields)
-            return await cancel_on_disconnect(request.receive, whole)
+            return await cancel_on_disconnect(request.scope, whole)
         if style == Style.CHAT:
             answer["object"] += ".chunk"
         head = msgspec.json.encode(answer)[:-1]

@@ -272,7 +272,7 @@ class BodyReader:
         """Runs `work` on a body: on a long one in a thread, until the client disconnects."""
         if len(body) <= LONG:
             return work()
-        return await cancel_on_disconnect(request.receive, self._prompt_builder.in_a_thread(work))
+        return await cancel_on_disconnect(request.scope, self._prompt_builder.in_a_thread(work))
 
     async def decode(self, request: Request, body: bytearray, kind: type[BodyT]) -> BodyT:
         """Decodes a body. Its unknown fields are named in a header of the answer. Raises ApiError."""

@@ -16,7 +16,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from penstock.engine.cluster.logs import event
-from penstock.server.chat.streaming import RESPONSE_WRITER
+from penstock.server.chat.streaming import CLIENT_CONNECTION
 from penstock.server.errors import ApiError
 
 STATUS_LINES = {
@@ -61,6 +61,7 @@ class HttpExchange:
         "_last",
         "_leave_socket",
         "_news",
+        "_on_disconnect",
         "_unsent_nbytes",
         "has_begun",
         "is_complete",
@@ -87,6 +88,7 @@ class HttpExchange:
         self._is_chunked = False
         self._unsent_nbytes: int | None = None  # of a body with a length
         self._leave_socket: Callable[[], None] | None = None
+        self._on_disconnect: Callable[[], None] | None = None
 
     # ── from the connection ──
     def add_body(self, body: bytes) -> int:
@@ -105,12 +107,14 @@ class HttpExchange:
         self._news.set()
         if self._leave_socket is not None:
             self._leave_socket()
+        if self._on_disconnect is not None:
+            asyncio.get_running_loop().call_soon(self._on_disconnect)
 
     # ── the application ──
     async def run(self, app: ASGIApp) -> None:
         """An exception of the application ends the connection; the client gets a 500 where no response has begun."""
         extensions = self.scope.setdefault("extensions", {})
-        extensions[RESPONSE_WRITER] = self
+        extensions[CLIENT_CONNECTION] = self
         try:
             await app(self.scope, self.receive, self.send)
             if not self.is_complete and not self.is_disconnected:
@@ -123,7 +127,7 @@ class HttpExchange:
             event("request failed", logging.ERROR, request_id=request_id, error=what, trace=trace)
             self._carrier.fail(self, ApiError(500, f"the server has failed; its log says how, of request {request_id}"))
         finally:
-            del extensions[RESPONSE_WRITER]  # or scope and exchange would wait for the garbage collector
+            del extensions[CLIENT_CONNECTION]  # or scope and exchange would wait for the garbage collector
             self._leave_socket = None
         if self.is_complete and not self.is_disconnected:
             if self._last:
@@ -156,6 +160,14 @@ class HttpExchange:
             self._send_body(message.get("body", b""), message.get("more_body", False))
         else:
             raise RuntimeError(f"{kind} is out of order")
+
+    def on_disconnect(self, call: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Has `call` called, by the event loop, when the client disconnects, or if it has. Returns the one before."""
+        before, self._on_disconnect = self._on_disconnect, call
+        self._carrier.resume_reading()  # else the connection would not see its client go
+        if self.is_disconnected and call is not None:
+            asyncio.get_running_loop().call_soon(call)
+        return before
 
     def write_chunk(self, body: bytes) -> bool:
         """Writes a part of a body that has begun, past all middleware and without a task. Returns False if `send` must

@@ -113,7 +113,7 @@ class PoolingRoutes:
                 raise ApiError(400, message, param="dimensions")
             inputs = separate_prompts(fields.input, "input", MAX_INPUTS)
             prompts = await self._ids(inputs, fields, "input")
-        vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
+        vectors = await cancel_on_disconnect(request.scope, self._vectors(request, fields, prompts))
         data = []
         for index, vector in enumerate(vectors):
             shown = _shown(self._cut(vector, fields.dimensions), fields.encoding_format)
@@ -127,7 +127,7 @@ class PoolingRoutes:
             fields = await self._bodies.decode(request, body, ScoreRequest)
             (name, _), pairs = self._find_model(fields.model), fields.pairs()
             texts, prompts = await self._pair_prompts(pairs, fields, fields.instruction, fields.param)
-        vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
+        vectors = await cancel_on_disconnect(request.scope, self._vectors(request, fields, prompts))
         scores = self._scores(pairs, texts, vectors)
         data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
         return self._answer(request, "score", name, prompts, object="list", data=data)
@@ -138,7 +138,7 @@ class PoolingRoutes:
             fields = await self._bodies.decode(request, body, RerankRequest)
             (name, _), pairs = self._find_model(fields.model), [(fields.query, text) for text in fields.texts]
             texts, prompts = await self._pair_prompts(pairs, fields, fields.instruction, "documents")
-        vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
+        vectors = await cancel_on_disconnect(request.scope, self._vectors(request, fields, prompts))
         scores = self._scores(pairs, texts, vectors)
         order = sorted(range(len(scores)), key=lambda index: -scores[index])[: fields.top_n or len(scores)]
         shows = fields.return_documents is not False

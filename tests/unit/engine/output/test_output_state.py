@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
-from penstock.engine.output import output_state
 from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.messages import (
     DELTAS,
@@ -51,7 +50,9 @@ def lines(actual: Got) -> list[Any]:
 @pytest.mark.parametrize(
     "chunk_format", [None, ChunkFormat(Style.CHAT, HEAD, 0), ChunkFormat(Style.COMPLETION, HEAD, 0)]
 )
-def test_few_rows_get_the_answers_of_columns(chunk_format: ChunkFormat | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_native_rows_get_the_answers_of_columns(
+    chunk_format: ChunkFormat | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def answers() -> list[Got]:
         return answered(
             saying(A, EURO, QUOTE, SPECIAL, B, E_BEGINS, E_ENDS, B),
@@ -60,18 +61,18 @@ def test_few_rows_get_the_answers_of_columns(chunk_format: ChunkFormat | None, m
             chunk_format=chunk_format,
         )
 
+    process_table_texts = OutputState._process_table_texts
     with monkeypatch.context() as patched:
-        patched.setattr(output_state, "FEW", 0)
+        patched.setattr(OutputState, "_process_table_texts", lambda *_: None)
         in_columns = answers()
     taken: list[bool] = []
-    process_few = OutputState._process_few
 
-    def recorded(state: OutputState, tokens: Tokens) -> Any:
-        outputs = process_few(state, tokens)
+    def recorded(state: OutputState, slots: Any, tokens: Tokens) -> Any:
+        outputs = process_table_texts(state, slots, tokens)
         taken.append(outputs is not None)
         return outputs
 
-    monkeypatch.setattr(OutputState, "_process_few", recorded)
+    monkeypatch.setattr(OutputState, "_process_table_texts", recorded)
     assert answers() == in_columns
     assert {*taken} == {True, False}
 

@@ -20,7 +20,7 @@ from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.engine.text.detokenizer import Vocabulary
 from penstock.server.chat.latency_recorder import LatencyRecorder
 from penstock.server.chat.streaming import (
-    RESPONSE_WRITER,
+    CLIENT_CONNECTION,
     RequestStreams,
     SSEResponse,
     StreamedChoice,
@@ -38,15 +38,26 @@ def row(engines: int = 1) -> ProcessCounters:
 
 
 class Connection:
-    """A client, as a server process sees it."""
+    """A client, as a server process sees it: a ClientConnection that leaves all chunks to the task."""
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
-        self.gone = asyncio.Event()
+        self.watcher: Callable[[], None] | None = None
+        self.scope = {"extensions": {CLIENT_CONNECTION: self}}
+
+    def on_disconnect(self, call: Callable[[], None] | None) -> Callable[[], None] | None:
+        before, self.watcher = self.watcher, call
+        return before
+
+    def go(self) -> None:
+        if self.watcher is not None:
+            asyncio.get_running_loop().call_soon(self.watcher)
+
+    def write_chunk(self, body: bytes) -> bool:
+        return False
 
     async def receive(self) -> dict[str, Any]:
-        await self.gone.wait()
-        return {"type": "http.disconnect"}
+        raise AssertionError("the body has come")
 
     async def send(self, message: Any) -> None:
         self.sent.append(message)
@@ -96,9 +107,9 @@ async def sleep(was_cancelled: asyncio.Event) -> None:
 @in_a_loop
 async def test_cancel_on_disconnect_cancels_when_the_client_leaves() -> None:
     connection, was_cancelled = Connection(), asyncio.Event()
-    asyncio.get_running_loop().call_later(0.01, connection.gone.set)
+    asyncio.get_running_loop().call_later(0.01, connection.go)
     with pytest.raises(Gone):
-        await cancel_on_disconnect(connection.receive, sleep(was_cancelled))
+        await cancel_on_disconnect(connection.scope, sleep(was_cancelled))
     assert was_cancelled.is_set() and len(asyncio.all_tasks()) <= 2
 
 
@@ -108,13 +119,12 @@ async def test_task_goes_on_after_work_that_was_cancelled_in_its_last_pass() -> 
     connection = Connection()
 
     async def work() -> str:
-        connection.gone.set()
-        await asyncio.sleep(0)  # the watching task sees the disconnect
-        await asyncio.sleep(0)
+        connection.go()
+        await asyncio.sleep(0)  # the cancellation comes, with the end of the pass
         return "well"
 
     with pytest.raises(Gone):
-        await cancel_on_disconnect(connection.receive, work())
+        await cancel_on_disconnect(connection.scope, work())
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -122,7 +132,7 @@ async def test_task_goes_on_after_work_that_was_cancelled_in_its_last_pass() -> 
 @in_a_loop
 async def test_cancelled_task_cancels_its_work() -> None:
     connection, was_cancelled = Connection(), asyncio.Event()
-    task = asyncio.ensure_future(cancel_on_disconnect(connection.receive, sleep(was_cancelled)))
+    task = asyncio.ensure_future(cancel_on_disconnect(connection.scope, sleep(was_cancelled)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -140,20 +150,21 @@ async def test_cancel_on_disconnect_passes_on_the_result_or_error() -> None:
             raise EngineError(503, "it died")
         return "well"
 
-    assert await cancel_on_disconnect(connection.receive, work(True)) == "well"
+    assert await cancel_on_disconnect(connection.scope, work(True)) == "well"
     with pytest.raises(EngineError, match="it died"):
-        await cancel_on_disconnect(connection.receive, work(False))
+        await cancel_on_disconnect(connection.scope, work(False))
     assert len(asyncio.all_tasks()) <= 2
 
 
 class Writer:
-    """A ResponseWriter with a connection, and perhaps a socket."""
+    """A ClientConnection that writes, and perhaps has a socket."""
 
     def __init__(self, connection: Connection, socket: tuple[int, bool] | None = None) -> None:
         self.written: list[bytes] = []
         self.is_full = False
         self.socket = socket
         self._connection = connection
+        self.on_disconnect = connection.on_disconnect
 
     def write_chunk(self, body: bytes) -> bool:
         if not self.is_full:
@@ -174,7 +185,7 @@ class Writer:
 async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> None:
     connection = Connection()
     stream, _ = answer(OutputChunk(0, b"data: 1\n\n", [1], FinishReason.STOP, None, 3))
-    await events_of(stream, True, b'{"id":"x"')({}, connection.receive, connection.send)
+    await events_of(stream, True, b'{"id":"x"')(connection.scope, connection.receive, connection.send)
     first, usage, done, rest = connection.body.split(b"\n\n")
     assert (first, done, rest) == (b"data: 1", b"data: [DONE]", b"")
     parsed = json.loads(usage.removeprefix(b"data: "))
@@ -190,7 +201,7 @@ async def test_chunks_after_the_first_are_written_without_the_task() -> None:
     connection, stream = Connection(), answer(OutputChunk(0, b"1", [1]))[0]
     events = events_of(stream)
     writer = Writer(connection)
-    scope = {"extensions": {RESPONSE_WRITER: writer}}
+    scope = {"extensions": {CLIENT_CONNECTION: writer}}
     answering = asyncio.ensure_future(events(scope, connection.receive, connection.send))
     await eventually(lambda: connection.body == b"1")
     await eventually(lambda: stream.is_awaited)
@@ -210,7 +221,7 @@ async def test_chunks_after_the_first_are_written_without_the_task() -> None:
 @in_a_loop
 async def test_stream_that_is_over_is_freed_without_the_garbage_collector() -> None:
     connection, stream = Connection(), answer(OutputChunk(0, b"1", [1], FinishReason.STOP))[0]
-    scope = {"extensions": {RESPONSE_WRITER: Writer(connection)}}
+    scope = {"extensions": {CLIENT_CONNECTION: Writer(connection)}}
     freed = weakref.ref(stream)
     gc.disable()
     try:
@@ -226,10 +237,10 @@ async def test_error_before_the_first_chunk_is_raised_and_a_later_is_an_event() 
     connection = Connection()
     stream, _ = answer(error=EngineError(400, "too long"))
     with pytest.raises(EngineError, match="too long"):
-        await events_of(stream)({}, connection.receive, connection.send)
+        await events_of(stream)(connection.scope, connection.receive, connection.send)
     assert connection.sent == []
     stream, _ = answer(OutputChunk(0, b"data: 1\n\n", [1]), error=EngineError(503, "it died"))
-    await events_of(stream, True)({}, connection.receive, connection.send)
+    await events_of(stream, True)(connection.scope, connection.receive, connection.send)
     first, error, rest = connection.body.split(b"\n\n")
     assert (first, rest) == (b"data: 1", b"")
     assert json.loads(error.removeprefix(b"data: "))["error"]["message"] == "it died (request abc)"
@@ -239,9 +250,9 @@ async def test_error_before_the_first_chunk_is_raised_and_a_later_is_an_event() 
 async def test_a_client_that_goes_aborts_its_stream() -> None:
     connection = Connection()
     stream, aborted = answer(OutputChunk(0, b"data: 1\n\n", [1]))
-    asyncio.get_running_loop().call_later(0.01, connection.gone.set)
+    asyncio.get_running_loop().call_later(0.01, connection.go)
     with pytest.raises(Gone):
-        await events_of(stream)({}, connection.receive, connection.send)
+        await events_of(stream)(connection.scope, connection.receive, connection.send)
     assert aborted == [stream] and connection.body == b"data: 1\n\n"
 
 

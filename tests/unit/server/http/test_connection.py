@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("httptools")
 
+from penstock.server.chat.streaming import CLIENT_CONNECTION
 from penstock.server.http import connection
 from penstock.server.http.connection import MAX_UNTAKEN_NBYTES
 from penstock.server.http.http_server import HttpServer
@@ -333,6 +334,35 @@ async def test_a_client_that_goes_disconnects_its_request() -> None:
             await asyncio.wait_for(app.until(number + 1), WITHIN)
             writer.close()
         assert app.begun == 4, "a request behind the first one is not begun for a client that has gone"
+
+
+@in_a_loop
+async def test_disconnect_calls_the_last_watcher_of_a_request() -> None:
+    calls: list[str] = []
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def watch(scope: Any, receive: Any, send: Any) -> None:
+        await take_body(receive)
+        exchange = scope["extensions"][CLIENT_CONNECTION]
+        assert exchange.on_disconnect(first := lambda: calls.append("first")) is None
+        assert exchange.on_disconnect(lambda: calls.append("second")) is first
+        begun.set()
+        while not calls:
+            await asyncio.sleep(0.001)
+        exchange.on_disconnect(lambda: calls.append("late"))
+        exchange.on_disconnect(None)
+        while len(calls) < 2:
+            await asyncio.sleep(0.001)
+        ended.set()
+
+    async with serving(watch) as server:
+        _, writer = await server.connect()
+        writer.write(post(b"abc"))
+        await asyncio.wait_for(begun.wait(), WITHIN)
+        assert calls == []
+        writer.transport.abort()
+        await asyncio.wait_for(ended.wait(), WITHIN)
+    assert calls == ["second", "late"]
 
 
 @in_a_loop
