@@ -51,7 +51,7 @@ def sampling(rows: int, ids: int, params: SamplingParams, *, is_masked: bool) ->
 
 
 def measure(run: Run, options: Any) -> None:
-    from penstock.engine.worker.cpu_tensors import set_threads
+    from penstock.engine.worker.cpu_kernels import set_threads
 
     set_threads(2)
     for rows in map(int, options.rows.split(",")):
