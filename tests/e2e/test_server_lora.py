@@ -100,7 +100,7 @@ async def test_adapters_are_loaded_and_unloaded_while_a_server_runs(
         for kind in ("pipe", "sparse", "long"):
             shutil.copytree(sql.path, tmp_path / kind)
         (tmp_path / "pipe" / WEIGHTS).unlink()
-        os.mkfifo(tmp_path / "pipe" / WEIGHTS)  # reading would wait for ever, and other changes with it
+        os.mkfifo(tmp_path / "pipe" / WEIGHTS)  # a read would block for ever, with all later changes
         os.truncate(tmp_path / "sparse" / WEIGHTS, 1 << 40)
         os.truncate(tmp_path / "long" / SETTINGS, 1 << 40)
         for fields, status, words in (

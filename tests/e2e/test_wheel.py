@@ -111,7 +111,7 @@ def test_an_older_machine_can_load_what_is_compiled() -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86-64 alone")
-# Without inlining, each function of a header that a kernel uses is exported: what -O3 exports is among these.
+# Without inlining, each function of an included header is exported; -O3 exports a part of them.
 @pytest.mark.parametrize("optimized", ["-O0", *tiers.only_in_all("-O3")])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_processor_specific_objects_export_nothing_shared(kernel: str, optimized: str, tmp_path: Path) -> None:
