@@ -20,6 +20,11 @@ def zygote() -> Iterator[Zygote]:
     zygote.close()
 
 
+@pytest.fixture(autouse=True)
+def shared_fork_server(kept_fork_server: None) -> None:  # noqa: F811
+    """Launchers of this process share fork servers."""
+
+
 @pytest.fixture
 def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers of this process start a unit again at once, however short its life was."""

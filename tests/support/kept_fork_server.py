@@ -1,34 +1,27 @@
 """A fork server that the next launcher of this process uses, too: its imports take seconds of processor time.
 
 It has also imported what test modules import: a process that runs a function of a test module imports only that module.
-Servers are forked, too: a launcher spawns a server, which imports for half a second. Servers of a command are spawned.
 """
 
 import asyncio
-import contextlib
 import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
-from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.spawning import inherited
-from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.launcher import early_fork_server, fork_server, launcher
 from penstock.engine.launcher.fork_server import ForkServer, ForkServerProcess
 from tests import conftest
 
 import_programs = launcher.import_programs
-start_child = ChildProcess.start
 
 
 def import_all(imports: Callable[[], object]) -> None:
     """Runs in the fork server."""
-    with contextlib.suppress(ImportError):  # without the packages of a server
-        from penstock.server.http import app  # noqa: F401
     from tests.support import engine  # noqa: F401
 
     imports()
@@ -46,7 +39,6 @@ class KeptForkServer(ForkServer):
 
     idle: ClassVar[dict[bool, ForkServerProcess]] = {}
     belongings: ClassVar[dict[bool, Counter[str]]] = {}
-    in_use: ClassVar[list[ForkServer]] = []
 
     def __init__(self, imports: Callable[[], object], start_timeout: float) -> None:
         assert isinstance(imports, functools.partial)
@@ -59,7 +51,6 @@ class KeptForkServer(ForkServer):
         if not self._is_kept:
             super().start()
             return
-        self.in_use.append(self)
         server = self.idle.get(self._has_model)
         if server is not None and not is_usable(server):
             self.take(self._has_model).end()
@@ -73,8 +64,6 @@ class KeptForkServer(ForkServer):
         self._descriptors = conftest.descriptors() - before
 
     def close(self) -> None:
-        if self in self.in_use:
-            self.in_use.remove(self)
         server = self._server
         is_reusable = server is not None and self._is_kept and server.is_ready and is_usable(server)
         if server is None or not is_reusable or self._has_model in self.idle:
@@ -99,25 +88,17 @@ class KeptForkServer(ForkServer):
             cls.take(has_model).end()
 
 
-def start_forked(member: ProcessId, run: Any, cluster: Cluster, fork: Any = None) -> ChildProcess:
-    if member.kind == "server" and KeptForkServer.in_use:
-        fork = KeptForkServer.in_use[-1].fork
-    return start_child(member, run, cluster, fork)
-
-
 def is_usable(server: ForkServerProcess) -> bool:
     is_alive = os.waitid(os.P_PIDFD, server.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     return is_alive and not server.is_stopped and server.inherited == inherited_of_any_test()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def kept_fork_server() -> Iterator[None]:
-    """A conftest.py that imports it lets all launchers of a process share fork servers."""
     patch = pytest.MonkeyPatch()
     for module in (early_fork_server, fork_server):
         patch.setattr(module, "inherited", inherited_of_any_test)
     patch.setattr(launcher, "ForkServer", KeptForkServer)
-    patch.setattr(ChildProcess, "start", staticmethod(start_forked))
     yield
     patch.undo()
     KeptForkServer.end()

@@ -31,7 +31,6 @@ from tests.support.relay import TO_CONNECTOR, TO_LISTENER, Relay, relay
 
 HOST = "127.0.0.1"
 REMOTE = 1  # number of the other node's group on the home node
-SECRET = secrets.token_hex(32)  # the same for all tests of a process: their launchers share a fork server
 DIRECTIONS = {"out": TO_CONNECTOR, "back": TO_LISTENER}  # of the link, as the home node sees it
 NAMESPACES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -125,7 +124,7 @@ class TwoNodes(Running):
 
 
 def secret_in_environment() -> AbstractContextManager[object]:
-    return mock.patch.dict(os.environ, {NODE_SECRET.name: SECRET})
+    return mock.patch.dict(os.environ, {NODE_SECRET.name: secrets.token_hex(32)})
 
 
 @contextlib.asynccontextmanager
