@@ -68,7 +68,7 @@ EXCEPTIONS = {
     **dict.fromkeys(("image_url", "text.verbosity"), "fields within fields of OpenAI's API"),
     "context_management.edits": "a field within a field of Anthropic's API",
     **dict.fromkeys(("data_offsets",), "a field of the safetensors format"),
-    **dict.fromkeys(("invalid_api_key", "model_not_found"), "codes of OpenAI's API"),
+    **dict.fromkeys(("invalid_api_key", "model_not_found", "previous_response_not_found"), "codes of OpenAI's API"),
 }
 
 
