@@ -6,6 +6,7 @@ On a channel of bytes the native end itself is the end. Leaves to the native cor
 from __future__ import annotations
 
 from abc import ABCMeta
+from itertools import repeat, starmap
 from typing import TYPE_CHECKING, Any, Generic
 
 from penstock import _native
@@ -255,7 +256,8 @@ class Receiver(BlockingEnd, Generic[R], metaclass=ABCMeta):
         return self._end.source
 
     def __iter__(self) -> Iterator[R]:
-        return iter(self.__next__, None)  # without close(), which `yield from` would call as its generator is abandoned
+        # Without close(), which `yield from` would call as its generator is abandoned; no message is compared.
+        return starmap(self.__next__, repeat(()))
 
     def __next__(self) -> R:
         try:

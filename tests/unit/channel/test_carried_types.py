@@ -223,3 +223,19 @@ def test_a_channel_reaches_a_spawned_process_with_its_type(cls: type[Channel[Any
     finally:
         child.join(60)
     assert child.exitcode == 0
+
+
+class Comparing(msgspec.Struct, array_like=True):
+    number: int
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("a message is compared")
+
+
+def test_iteration_compares_no_message() -> None:
+    channel = penstock.Ring(Comparing)
+    with channel.open_receiver() as receiver:
+        with channel.open_sender() as sender:
+            for number in range(3):
+                sender.send(Comparing(number))
+        assert [message.number for message in receiver] == [0, 1, 2]
