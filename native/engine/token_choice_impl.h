@@ -1,18 +1,16 @@
 // token_choice_impl.h: the kernels of token_choice.h. Included by one .cpp per instruction set, which defines
 // PENSTOCK_KERNEL, the function's name, and PENSTOCK_LANES, the floats in a vector register. Calls only built-in
 // functions.
+#include "softmax_impl.h"
 #include "token_choice.h"
-#include "vector_elements.h"
 
 namespace penstock::engine {
 namespace {
 
-constexpr float LOWEST = -__builtin_inff();
-
 // The logits from `first` on. Lanes behind the row are -inf.
 inline Floats load_logits(const float* logits, u64 first, u64 size) {
     if (size - first >= LANES) return Float32::load(logits + first);
-    Floats part = Floats{} + LOWEST;
+    Floats part = Floats{} + NO_SCORE;
     for (u64 lane = 0; lane < size - first; ++lane) part[lane] = logits[first + lane];
     return part;
 }
@@ -29,25 +27,19 @@ inline bool any(Indices lanes) {
     return all != 0;
 }
 
-inline float greatest_of(Floats numbers) {
-    float greatest = LOWEST;
-    for (u64 lane = 0; lane < LANES; ++lane) greatest = numbers[lane] > greatest ? numbers[lane] : greatest;
-    return greatest;
-}
-
 constexpr u64 PARTS = 4;  // vectors of which a loop takes care at once: a comparison waits for the one before it
 constexpr u64 STRIDE = PARTS * LANES;
 
 template <bool is_masked>
 inline RowMaxima mask_row(float* logits, const u32* allowed, u64 size) {
     Floats all[PARTS], left[PARTS];
-    for (u64 part = 0; part < PARTS; ++part) all[part] = left[part] = Floats{} + LOWEST;
+    for (u64 part = 0; part < PARTS; ++part) all[part] = left[part] = Floats{} + NO_SCORE;
     Indices nan = {};
     auto take = [&](u64 at, u64 part, Floats row) __attribute__((always_inline)) {
         nan |= row != row;
         all[part] = row > all[part] ? row : all[part];
         if (!is_masked) return;
-        row = lanes_of(allowed[at / 32] >> at % 32) ? row : Floats{} + LOWEST;
+        row = lanes_of(allowed[at / 32] >> at % 32) ? row : Floats{} + NO_SCORE;
         left[part] = row > left[part] ? row : left[part];
         store_part<Float32>(logits, at, size, row);
     };
@@ -56,9 +48,9 @@ inline RowMaxima mask_row(float* logits, const u32* allowed, u64 size) {
         for (u64 part = 0; part < PARTS; ++part)
             take(at + part * LANES, part, Float32::load(logits + at + part * LANES));
     for (; at < size; at += LANES) take(at, 0, load_logits(logits, at, size));
-    float greatest = LOWEST, greatest_left = LOWEST;
+    float greatest = NO_SCORE, greatest_left = NO_SCORE;
     for (u64 part = 0; part < PARTS; ++part) {
-        float own = greatest_of(all[part]), own_left = greatest_of(left[part]);
+        float own = find_greatest(all[part]), own_left = find_greatest(left[part]);
         greatest = own > greatest ? own : greatest;
         greatest_left = own_left > greatest_left ? own_left : greatest_left;
     }
@@ -112,9 +104,7 @@ float weigh(const float* logits, u64 size, const Weighing& how, float* weights) 
         sums += weight;
         if (weights != nullptr) store_part<Float32>(weights, at, size, weight);
     }
-    float sum = 0.0f;
-    for (u64 lane = 0; lane < LANES; ++lane) sum += sums[lane];
-    return sum;
+    return sum_lanes(sums);
 }
 
 constexpr TokenKernels KERNELS = {mask, find, gather, weigh};
