@@ -25,6 +25,7 @@ enum class DType : u8 { float32, bfloat16 };
 // Strides are in elements; the elements of one head are contiguous.
 struct PagedAttention {
     static constexpr u32 TILE = 32;  // positions: their keys or values of one head stay in the first-level cache
+    static constexpr u32 ROOM = 32;  // floats: rows are read in pairs of vectors, of 16 floats at most
 
     DType dtype;          // of queries, keys, values and out; sums are float32
     const void* queries;  // [num_seqs, num_heads, key_size]
@@ -54,15 +55,12 @@ struct PagedAttention {
         return most;
     }
     u64 products() const { return positions() * num_heads * (key_size + value_size); }  // of all pairs
-    // Floats: a tile of keys or values as float32, which is needed for bfloat16.
-    [[gnu::always_inline]] u64 tile_size() const {
-        return dtype == DType::float32 ? 0 : TILE * (key_size > value_size ? key_size : value_size);
-    }
-    // Floats of scratch memory that a call needs. At the start of a cache line, no vector of the tile lies in two
-    // lines: else bfloat16 took up to 1.3 times as long.
+    // Floats of scratch memory that a call needs, for the rows of queries and sums with room at their ends. At the
+    // start of a cache line, no vector lies in two lines.
     u64 scratch_size() const {
-        return tile_size() + heads_per_kv_head() * TILE + num_heads * (key_size + value_size + 2);
+        return heads_per_kv_head() * TILE + num_heads * (with_room(key_size) + with_room(value_size) + 2);
     }
+    [[gnu::always_inline]] static u64 with_room(u64 size) { return (size + ROOM - 1) / ROOM * ROOM; }
 };
 
 // Raises std::invalid_argument where a sequence attends to nothing, or to a block that is not there.

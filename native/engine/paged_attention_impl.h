@@ -49,84 +49,146 @@ inline Floats sum_each(const Floats* of) {
 #endif
 }
 
-// scores[i] = the dot product of the query and keys[i].
-inline void compute_scores(float* scores, const float* query, const float* const* keys, u64 count, u64 size) {
-    u64 whole = size - size % LANES, begin = 0;
-    for (; begin + LANES <= count; begin += LANES) {
-        Floats sums[LANES] = {};
-        for (u64 k = 0; k < whole; k += LANES) {
-            Floats part = load(query + k);
-            for (u64 i = 0; i < LANES; ++i) sums[i] += part * load(keys[begin + i] + k);
+// A row is read in pairs of vectors. Of bfloat16 the first vector has the elements at even places, and the second those
+// at odd ones, as a shift and a mask widen them in place: queries, keys and values have the same order, and only the
+// result has to be put in order again.
+constexpr u64 PAIR = 2 * LANES;  // elements
+
+struct Float32Pairs {
+    using Element = float;
+    static void load(const float* at, Floats* pair) {
+        pair[0] = Float32::load(at), pair[1] = Float32::load(at + LANES);
+    }
+    static void store(float* at, const Floats* pair) {
+        Float32::store(at, pair[0]), Float32::store(at + LANES, pair[1]);
+    }
+};
+
+struct Bfloat16Pairs {
+    using Element = u16;
+    static void load(const u16* at, Floats* pair) {
+        Bits words;
+        __builtin_memcpy(&words, at, sizeof words);
+        pair[0] = __builtin_bit_cast(Floats, words << 16);
+        pair[1] = __builtin_bit_cast(Floats, words & 0xffff0000);
+    }
+    static void store(u16* at, const Floats* pair) {
+        Bits words = nearest_bfloat16<Bits>(pair[0]) | nearest_bfloat16<Bits>(pair[1]) << 16;
+        __builtin_memcpy(at, &words, sizeof words);
+    }
+};
+
+// Reads the elements of a row from `first` on; those that it lacks are zeros.
+template <class Type>
+inline void load_pair(const typename Type::Element* row, u64 first, u64 size, Floats* pair) {
+    if (size - first >= PAIR) return Type::load(row + first, pair);
+    typename Type::Element part[PAIR] = {};
+    __builtin_memcpy(part, row + first, (size - first) * sizeof part[0]);
+    Type::load(part, pair);
+}
+
+// Writes the elements from `first` on, of those that a row has.
+template <class Type>
+inline void store_pair(typename Type::Element* row, u64 first, u64 size, const Floats* pair) {
+    if (size - first >= PAIR) return Type::store(row + first, pair);
+    typename Type::Element part[PAIR];
+    Type::store(part, pair);
+    __builtin_memcpy(row + first, part, (size - first) * sizeof part[0]);
+}
+
+// sums[head][i] += the products of elements [k, k + PAIR) of the head's query and rows[i], for LANES of these.
+template <class Type, u64 HEADS, bool IS_WHOLE>
+[[gnu::always_inline]] inline void add_products(Floats* sums, const float* queries, u64 stride,
+                                                const typename Type::Element* const* rows, u64 k, u64 size) {
+    constexpr u64 GROUP = LANES / HEADS;
+    Floats query[HEADS][2];
+    for (u64 head = 0; head < HEADS; ++head) Float32Pairs::load(queries + head * stride + k, query[head]);
+    for (u64 i = 0; i < GROUP; ++i) {
+        Floats key[2];
+        IS_WHOLE ? Type::load(rows[i] + k, key) : load_pair<Type>(rows[i], k, size, key);
+        for (u64 head = 0; head < HEADS; ++head) {
+            sums[head * GROUP + i] += query[head][0] * key[0];
+            sums[head * GROUP + i] += query[head][1] * key[1];
         }
-        store(scores + begin, sum_each(sums));
-    }
-    for (u64 i = begin; i < count; ++i) {
-        Floats sum = {};
-        for (u64 k = 0; k < whole; k += LANES) sum += load(query + k) * load(keys[i] + k);
-        scores[i] = sum_lanes(sum);
-    }
-    if (whole != size)
-        for (u64 i = 0; i < count; ++i)
-            for (u64 k = whole; k < size; ++k) scores[i] += query[k] * keys[i][k];
-}
-
-// out[size] = out * rescale + the sum of weights[i] * values[i].
-inline void accumulate(float* out, float rescale, const float* weights, const float* const* values, u64 count,
-                       u64 size) {
-    u64 k = 0;
-    for (; k + 4 * LANES <= size; k += 4 * LANES) {
-        Floats sums[4];
-        for (u64 part = 0; part < 4; ++part) sums[part] = load(out + k + part * LANES) * rescale;
-        for (u64 i = 0; i < count; ++i)
-            for (u64 part = 0; part < 4; ++part) sums[part] += load(values[i] + k + part * LANES) * weights[i];
-        for (u64 part = 0; part < 4; ++part) store(out + k + part * LANES, sums[part]);
-    }
-    for (; k + LANES <= size; k += LANES) {
-        Floats sum = load(out + k) * rescale;
-        for (u64 i = 0; i < count; ++i) sum += load(values[i] + k) * weights[i];
-        store(out + k, sum);
-    }
-    for (; k < size; ++k) {
-        float sum = out[k] * rescale;
-        for (u64 i = 0; i < count; ++i) sum += values[i][k] * weights[i];
-        out[k] = sum;
     }
 }
 
-inline u16 to_bfloat16(float number) {  // rounds to nearest, ties to even
-    u32 bits;
-    __builtin_memcpy(&bits, &number, sizeof bits);
-    if ((bits & 0x7fffffff) > 0x7f800000) return static_cast<u16>(bits >> 16 | 0x40);  // NaN stays NaN
-    return static_cast<u16>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-inline float from_bfloat16(u16 number) {
-    u32 bits = u32{number} << 16;
-    float out;
-    __builtin_memcpy(&out, &bits, sizeof out);
-    return out;
-}
-inline void from_bfloat16(float* out, const u16* numbers, u64 count) {
-    for (u64 i = 0; i < count; ++i) out[i] = from_bfloat16(numbers[i]);
+// scores[head][i] = the dot product of the head's query and rows[i], of HEADS heads. Rows are computed in groups of
+// LANES / HEADS, so `rows` has as many behind the last one as fill its group.
+template <class Type, u64 HEADS>
+inline void compute_scores(float* scores, const float* queries, const typename Type::Element* const* rows, u64 count,
+                           u64 size) {
+    constexpr u64 GROUP = LANES / HEADS;
+    u64 stride = PagedAttention::with_room(size);
+    for (u64 begin = 0; begin < count; begin += GROUP) {
+        Floats sums[LANES] = {};  // [head][row]
+        u64 k = 0;
+        for (; k + PAIR <= size; k += PAIR)
+            add_products<Type, HEADS, true>(sums, queries, stride, rows + begin, k, size);
+        if (k < size) add_products<Type, HEADS, false>(sums, queries, stride, rows + begin, k, size);
+        Floats products = sum_each(sums);
+        for (u64 head = 0; head < HEADS; ++head)
+            __builtin_memcpy(scores + head * PagedAttention::TILE + begin,
+                             reinterpret_cast<const float*>(&products) + head * GROUP, GROUP * sizeof(float));
+    }
 }
 
-// Finds the keys (or values) of `count` positions of a KV head through the block table: rows[i] points into the cache,
-// or, of bfloat16, into the tile, which holds them as float32.
-inline void gather(const PagedAttention& p, const i32* table, const void* cache, u64 size, u64 kv_head, u64 position,
-                   u64 count, float* tile, const float** rows) {
-    u64 index = position / p.block_size, within = position % p.block_size, stride = p.num_kv_heads * size;
-    for (u64 i = 0; i < count; within = 0, ++index) {
-        u64 offset = ((static_cast<u64>(table[index]) * p.block_size + within) * p.num_kv_heads + kv_head) * size;
-        u64 until = count - i < p.block_size - within ? count : i + p.block_size - within;
-        for (; i < until; ++i, offset += stride) {
-            if (p.dtype == DType::float32) {
-                rows[i] = static_cast<const float*>(cache) + offset;
-            } else {
-                from_bfloat16(tile + i * size, static_cast<const u16*>(cache) + offset, size);
-                rows[i] = tile + i * size;
+// sums[head] += the sum of weights[head][i] * rows[i], for PAIRS pairs of vectors from `first` on, of HEADS heads.
+template <class Type, u64 HEADS, u64 PAIRS, bool IS_WHOLE>
+inline void accumulate(float* sums, const float* weights, const typename Type::Element* const* rows, u64 count,
+                       u64 first, u64 size) {
+    constexpr u64 TILE = PagedAttention::TILE;
+    u64 stride = PagedAttention::with_room(size);
+    Floats parts[HEADS][PAIRS][2];
+    for (u64 head = 0; head < HEADS; ++head)
+        for (u64 i = 0; i < PAIRS; ++i) Float32Pairs::load(sums + head * stride + first + i * PAIR, parts[head][i]);
+    for (u64 row = 0; row < count; ++row) {
+        for (u64 i = 0; i < PAIRS; ++i) {
+            Floats value[2];
+            const typename Type::Element* at = rows[row] + first + i * PAIR;
+            IS_WHOLE ? Type::load(at, value) : load_pair<Type>(rows[row], first + i * PAIR, size, value);
+            for (u64 head = 0; head < HEADS; ++head) {
+                parts[head][i][0] += value[0] * weights[head * TILE + row];
+                parts[head][i][1] += value[1] * weights[head * TILE + row];
             }
         }
     }
+    for (u64 head = 0; head < HEADS; ++head)
+        for (u64 i = 0; i < PAIRS; ++i) Float32Pairs::store(sums + head * stride + first + i * PAIR, parts[head][i]);
 }
+
+// Query heads of one KV head: what is computed of them, and how far.
+struct Heads {
+    float* queries;  // [heads][key_size with room], scaled
+    float* sums;     // [heads][value_size with room], of weights times values
+    float* maxima;   // [heads], the greatest score so far
+    float* weights;  // [heads], the sum of exp(score - maximum) so far
+
+    Heads from(const PagedAttention& p, u64 head) const {
+        return {queries + head * PagedAttention::with_room(p.key_size),
+                sums + head * PagedAttention::with_room(p.value_size), maxima + head, weights + head};
+    }
+};
+
+template <class Type>
+struct Tile {
+    const typename Type::Element* rows[PagedAttention::TILE];
+    u64 count;
+
+    // Finds the keys (or values) of at most TILE positions of a KV head through the block table. Behind them stands
+    // the last one again.
+    Tile(const PagedAttention& p, const i32* table, const void* cache, u64 size, u64 kv_head, u64 position, u64 end)
+        : count(end - position) {
+        u64 index = position / p.block_size, within = position % p.block_size, stride = p.num_kv_heads * size, i = 0;
+        for (; i < count; within = 0, ++index) {
+            u64 offset = ((static_cast<u64>(table[index]) * p.block_size + within) * p.num_kv_heads + kv_head) * size;
+            u64 until = count - i < p.block_size - within ? count : i + p.block_size - within;
+            for (; i < until; ++i, offset += stride)
+                rows[i] = static_cast<const typename Type::Element*>(cache) + offset;
+        }
+        for (; i < PagedAttention::TILE; ++i) rows[i] = rows[count - 1];
+    }
+};
 
 // Reads a byte of each cache line of keys (or values) of the KV heads [first, last), in the order in which they lie in
 // memory: so the processor's own prefetcher reads ahead. The rows of one head alone lie apart, and waited for two dozen
@@ -146,67 +208,80 @@ inline void fetch(const PagedAttention& p, const i32* table, const void* cache, 
     __asm__ volatile("" : : "r"(sink));
 }
 
+// Takes a tile of positions into account, for HEADS heads.
+template <class Type, u64 HEADS>
+inline void attend(const PagedAttention& p, const Tile<Type>& keys, const Tile<Type>& values, const Heads& heads,
+                   float* scores) {
+    constexpr u64 TILE = PagedAttention::TILE, PAIRS = (LANES == 16 ? 8 : 4) / HEADS;  // half of the registers are sums
+    u64 count = keys.count, size = p.value_size, room = PagedAttention::with_room(size);
+    compute_scores<Type, HEADS>(scores, heads.queries, keys.rows, count, p.key_size);
+    for (u64 head = 0; head < HEADS; ++head) {
+        float* head_scores = scores + head * TILE;
+        if (p.softcap != 0.0f) cap_scores(head_scores, (count + LANES - 1) / LANES * LANES, 1.0f, p.softcap);
+        float max = find_max(head_scores, count, heads.maxima[head]);
+        float rescale = exp_nonpositive(heads.maxima[head] - max);  // the sums so far are relative to the old maximum
+        heads.weights[head] = heads.weights[head] * rescale + exponentiate(head_scores, count, max);
+        if (max == heads.maxima[head]) continue;
+        heads.maxima[head] = max;
+        float* sums = heads.sums + head * room;
+        for (u64 k = 0; k < room; k += LANES) store(sums + k, load(sums + k) * rescale);
+    }
+    u64 k = 0;
+    for (; k + PAIRS * PAIR <= size; k += PAIRS * PAIR)
+        accumulate<Type, HEADS, PAIRS, true>(heads.sums, scores, values.rows, count, k, size);
+    for (; k + PAIR <= size; k += PAIR)
+        accumulate<Type, HEADS, 1, true>(heads.sums, scores, values.rows, count, k, size);
+    if (k < size) accumulate<Type, HEADS, 1, false>(heads.sums, scores, values.rows, count, k, size);
+}
+
 // All query heads of the KV heads [first, last) of one sequence. A tile of positions is computed for all of them before
 // the next one: their keys lie side by side, and share the pages of memory.
-void compute_heads(const PagedAttention& p, u64 seq, u64 first, u64 last, float* scratch) {
+template <class Type>
+inline void compute_heads(const PagedAttention& p, u64 seq, u64 first, u64 last, float* scratch) {
+    using Element = typename Type::Element;
+    constexpr u64 TILE = PagedAttention::TILE;
     u64 group = p.heads_per_kv_head(), first_head = first * group, num_heads = (last - first) * group;
-    float* tile = scratch;
-    float* queries = tile + p.tile_size();                  // [num_heads, key_size], scaled
-    float* sums = queries + num_heads * p.key_size;         // [num_heads, value_size], of weights times values
-    float* scores = sums + num_heads * p.value_size;        // [group, TILE]
-    float* maxima = scores + group * PagedAttention::TILE;  // [num_heads], the greatest score so far
-    float* weights = maxima + num_heads;                    // [num_heads], the sum of exp(score - maximum) so far
-    const float* rows[PagedAttention::TILE];
+    u64 key_room = PagedAttention::with_room(p.key_size), value_room = PagedAttention::with_room(p.value_size);
+    Heads heads;
+    heads.queries = scratch, heads.sums = heads.queries + num_heads * key_room;
+    float* scores = heads.sums + num_heads * value_room;  // [group][TILE]
+    heads.maxima = scores + group * TILE, heads.weights = heads.maxima + num_heads;
     const i32* table = p.block_tables + seq * p.table_width;
 
     for (u64 i = 0; i < num_heads; ++i) {
         i64 offset =
             static_cast<i64>(seq) * p.query_seq_stride + static_cast<i64>(first_head + i) * p.query_head_stride;
-        float* query = queries + i * p.key_size;
-        if (p.dtype == DType::float32)
-            __builtin_memcpy(query, static_cast<const float*>(p.queries) + offset, p.key_size * sizeof(float));
-        else
-            from_bfloat16(query, static_cast<const u16*>(p.queries) + offset, p.key_size);
-        for (u64 k = 0; k < p.key_size; ++k) query[k] *= p.scale;
-        for (u64 k = 0; k < p.value_size; ++k) sums[i * p.value_size + k] = 0.0f;
-        maxima[i] = p.sinks == nullptr ? NO_SCORE : p.sinks[first_head + i];
-        weights[i] = p.sinks == nullptr ? 0.0f : 1.0f;
-    }
-    constexpr u64 TILE = PagedAttention::TILE, FETCHED = 4 * TILE;
-    u64 end = static_cast<u64>(p.seq_lens[seq]), begin = static_cast<u64>(p.first_positions[seq]);
-    auto least = [](u64 left, u64 right) { return left < right ? left : right; };
-    for (u64 position = begin; position < end; position += TILE) {
-        u64 count = least(end - position, TILE);
-        if ((position - begin) % FETCHED == 0) {
-            fetch(p, table, p.keys, p.key_size, first, last, position, least(position + FETCHED, end));
-            fetch(p, table, p.values, p.value_size, first, last, position, least(position + FETCHED, end));
+        for (u64 k = 0; k < p.key_size; k += PAIR) {
+            Floats pair[2];
+            load_pair<Type>(static_cast<const Element*>(p.queries) + offset, k, p.key_size, pair);
+            for (u64 half = 0; half < 2; ++half)
+                store(heads.queries + i * key_room + k + half * LANES, pair[half] * p.scale);
         }
+        for (u64 k = 0; k < value_room; ++k) heads.sums[i * value_room + k] = 0.0f;
+        heads.maxima[i] = p.sinks == nullptr ? NO_SCORE : p.sinks[first_head + i];
+        heads.weights[i] = p.sinks == nullptr ? 0.0f : 1.0f;
+    }
+    u64 end = static_cast<u64>(p.seq_lens[seq]), begin = static_cast<u64>(p.first_positions[seq]);
+    for (u64 position = begin; position < end; position += TILE) {
+        u64 until = end - position < TILE ? end : position + TILE;
+        fetch(p, table, p.keys, p.key_size, first, last, position, until);
+        fetch(p, table, p.values, p.value_size, first, last, position, until);
         for (u64 kv_head = first; kv_head < last; ++kv_head) {
-            u64 head_begin = (kv_head - first) * group;
-            gather(p, table, p.keys, p.key_size, kv_head, position, count, tile, rows);
-            for (u64 i = 0; i < group; ++i)
-                compute_scores(scores + i * TILE, queries + (head_begin + i) * p.key_size, rows, count, p.key_size);
-            gather(p, table, p.values, p.value_size, kv_head, position, count, tile, rows);
-            for (u64 i = 0; i < group; ++i) {
-                u64 head = head_begin + i;
-                float* head_scores = scores + i * TILE;
-                if (p.softcap != 0.0f) cap_scores(head_scores, (count + LANES - 1) / LANES * LANES, 1.0f, p.softcap);
-                float max = find_max(head_scores, count, maxima[head]);
-                float rescale = exp_nonpositive(maxima[head] - max);  // the sums so far are relative to the old maximum
-                maxima[head] = max;
-                weights[head] = weights[head] * rescale + exponentiate(head_scores, count, max);
-                accumulate(sums + head * p.value_size, rescale, head_scores, rows, count, p.value_size);
-            }
+            Tile<Type> keys(p, table, p.keys, p.key_size, kv_head, position, until);
+            Tile<Type> values(p, table, p.values, p.value_size, kv_head, position, until);
+            u64 head = (kv_head - first) * group, end_head = head + group;
+            for (; head + 4 <= end_head; head += 4) attend<Type, 4>(p, keys, values, heads.from(p, head), scores);
+            for (; head + 2 <= end_head; head += 2) attend<Type, 2>(p, keys, values, heads.from(p, head), scores);
+            if (head < end_head) attend<Type, 1>(p, keys, values, heads.from(p, head), scores);
         }
     }
     for (u64 i = 0; i < num_heads; ++i) {
-        u64 offset = (seq * p.num_heads + first_head + i) * p.value_size;
-        for (u64 k = 0; k < p.value_size; ++k) {
-            float number = sums[i * p.value_size + k] / weights[i];
-            if (p.dtype == DType::float32)
-                static_cast<float*>(p.out)[offset + k] = number;
-            else
-                static_cast<u16*>(p.out)[offset + k] = to_bfloat16(number);
+        Element* out = static_cast<Element*>(p.out) + (seq * p.num_heads + first_head + i) * p.value_size;
+        for (u64 k = 0; k < p.value_size; k += PAIR) {
+            Floats pair[2];
+            for (u64 half = 0; half < 2; ++half)
+                pair[half] = load(heads.sums + i * value_room + k + half * LANES) / heads.weights[i];
+            store_pair<Type>(out, k, p.value_size, pair);
         }
     }
 }
@@ -214,10 +289,11 @@ void compute_heads(const PagedAttention& p, u64 seq, u64 first, u64 last, float*
 }  // namespace
 
 void PENSTOCK_KERNEL(const PagedAttention& problem, u64 first, u64 last, float* scratch) {
+    auto* compute = problem.dtype == DType::float32 ? compute_heads<Float32Pairs> : compute_heads<Bfloat16Pairs>;
     while (first < last) {
         u64 seq = first / problem.num_kv_heads, begin = seq * problem.num_kv_heads;
         u64 end = begin + problem.num_kv_heads < last ? begin + problem.num_kv_heads : last;
-        compute_heads(problem, seq, first - begin, end - begin, scratch);
+        compute(problem, seq, first - begin, end - begin, scratch);
         first = end;
     }
 }

@@ -25,9 +25,9 @@ struct Case {
     u64 blocks;
 
     explicit Case(Random& random) {
-        const u64 sizes[] = {1, 3, 8, 13, 16, 32, 40, 64, 128};
+        const u64 sizes[] = {1, 3, 8, 13, 16, 31, 32, 33, 40, 64, 80, 96, 128, 256};
         problem.num_seqs = 1 + random.below(4), problem.num_kv_heads = 1 + random.below(3);
-        problem.num_heads = problem.num_kv_heads * (1 + random.below(4));
+        problem.num_heads = problem.num_kv_heads * (1 + random.below(9));
         problem.key_size = random.of(sizes),
         problem.value_size = random.one_in(3) ? random.of(sizes) : problem.key_size;
         problem.block_size = 1 + random.below(20), problem.table_width = 1 + random.below(20);
@@ -63,7 +63,7 @@ struct Case {
             out.push_back(float_of(bits.back()));  // so that both are the same numbers
         }
     }
-    double value(u64 seq, u64 head, u64 which) const {
+    std::vector<double> attend(u64 seq, u64 head) const {
         std::vector<double> scores;
         u64 kv_head = head / problem.heads_per_kv_head();
         auto place = [&](i64 position) {
@@ -81,15 +81,17 @@ struct Case {
             scores.push_back(
                 problem.softcap != 0.0f ? std::tanh(score / double{problem.softcap}) * double{problem.softcap} : score);
         }
-        double max = *std::max_element(scores.begin(), scores.end()), weight = 0, sum = 0;
+        double max = *std::max_element(scores.begin(), scores.end()), weight = 0;
         if (!sinks.empty()) weight = std::exp(double{sinks[head]} - max);
+        std::vector<double> sums(problem.value_size);
         for (u64 i = 0; i < scores.size(); ++i) {
             double share = std::exp(scores[i] - max);
             weight += share;
             u64 at = place(first_positions[seq] + static_cast<i64>(i)) * problem.num_kv_heads + kv_head;
-            sum += share * double{values[at * problem.value_size + which]};
+            for (u64 k = 0; k < problem.value_size; ++k) sums[k] += share * double{values[at * problem.value_size + k]};
         }
-        return sum / weight;
+        for (double& sum : sums) sum /= weight;
+        return sums;
     }
 };
 
@@ -106,11 +108,14 @@ void compare(const Case& test_case, const char* name, Kernel kernel) {
     for (u64 pair = pairs; pair-- > 0;) kernel(problem, pair, pair + 1, scratch.data());
     if (is_bfloat16) std::transform(bfloat16_out.begin(), bfloat16_out.end(), out.begin(), float_of);
     double tolerance = is_bfloat16 ? 2e-2 : 2e-5;
-    for (u64 at = 0; at < count; ++at) {
-        u64 seq = at / (problem.num_heads * problem.value_size), head = at / problem.value_size % problem.num_heads;
-        double expected = test_case.value(seq, head, at % problem.value_size);
-        REQUIRE(std::fabs(expected - double{out[at]}) <= tolerance, "%s: seq %llu head %llu: %g instead of %g", name,
-                (unsigned long long)seq, (unsigned long long)head, double{out[at]}, expected);
+    for (u64 row = 0; row < problem.num_seqs * problem.num_heads; ++row) {
+        u64 seq = row / problem.num_heads, head = row % problem.num_heads;
+        std::vector<double> expected = test_case.attend(seq, head);
+        for (u64 k = 0; k < problem.value_size; ++k) {
+            double computed = double{out[row * problem.value_size + k]};
+            REQUIRE(std::fabs(expected[k] - computed) <= tolerance, "%s: seq %llu head %llu: %g instead of %g", name,
+                    (unsigned long long)seq, (unsigned long long)head, computed, expected[k]);
+        }
     }
 }
 
