@@ -105,6 +105,7 @@ QUICK = Scale(
 REAL_LOADS = {
     "16 requests, 8 at a time": Load(16, 8, "259", "48"),
     "decode of 8": Load(8, 8, "17", "48"),
+    "decode of 8 behind 2,072": Load(8, 8, "2072", "48", is_repeated=True),
     "one request": Load(2, 1, "17", "48"),
     "prefill of 2,072": Load(2, 1, "2072", "2"),  # two tokens: one has no time per token
 }

@@ -23,7 +23,7 @@ from bench.harness.output import short
 from bench.harness.turns import Outcome, Turns
 from bench.serve_cases.servers import LLAMA, NAME, OURS, PEERS, Failed, Ours, Server, post_of
 
-PATIENCE = 400.0  # seconds; for one load
+PATIENCE, REPEATED_PATIENCE = 400.0, 900.0  # seconds; for one load, and one that computes many prompts
 GONE = 5.0  # seconds in which an abandoned request is to be gone
 COLUMNS = {
     "requests/s": lambda figures: short(figures["requests_per_s"]),
@@ -47,11 +47,13 @@ class Load:
     input_tokens: str = "128"
     output_tokens: str = "128"
     images: int = 0
+    is_repeated: bool = False  # prompts are those of the warm-up: both servers keep their prefixes, and decode
 
     def __str__(self) -> str:
         images = f", {self.images} image each" if self.images else ""
         tokens = f"{self.input_tokens} tokens in, {self.output_tokens} out"
-        return f"{self.requests} requests, {self.concurrency} at a time, {tokens}{images}"
+        repeated = ", kept from the load before" if self.is_repeated else ""
+        return f"{self.requests} requests, {self.concurrency} at a time, {tokens}{images}{repeated}"
 
     def within(self, longest: int) -> Load:
         """Returns the load with prompts and answers that fit the model: a prompt may have more tokens than asked."""
@@ -69,7 +71,12 @@ class Load:
             "output-len": self.output_tokens,
             "images": self.images,
         }
-        return [*(f"--{name}={value}" for name, value in output.items()), "--ignore-eos", f"--model={NAME}"]
+        return [
+            *(f"--{name}={value}" for name, value in output.items()),
+            "--ignore-eos",
+            f"--model={NAME}",
+            "--timeout=200",
+        ]
 
 
 def run_load(
@@ -88,10 +95,14 @@ def run_load(
 
 def measured(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
     """One way's turn: what clients saw, and what its processes used for it, what came before the load included."""
+    if load.is_repeated:
+        seed = 0
+        run_load(server, load, scratch, seed, within=REPEATED_PATIENCE)
     before = server.cpu_seconds()
-    result = run_load(server, load, scratch, seed, load.concurrency)
+    result = run_load(server, load, scratch, seed, 0 if load.is_repeated else load.concurrency)
     used = {role: cpu - before.get(role, 0.0) for role, cpu in server.cpu_seconds().items()}
-    thousands = (result["output_tokens"] * (1 + load.concurrency / load.requests)) / 1e3  # of the warm-up, too
+    warm_up = 0 if load.is_repeated else load.concurrency / load.requests
+    thousands = result["output_tokens"] * (1 + warm_up) / 1e3
     return {
         "requests_per_s": result["requests_per_s"],
         "tokens_per_s": result["output_tokens_per_s"],

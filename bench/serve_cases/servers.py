@@ -265,7 +265,7 @@ class Theirs(BusyServer):
         command += ["--distributed-executor-backend", "mp", *more]
         if not is_compiled:
             command.append("--enforce-eager")
-        usual = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        usual = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "3"}
         return cls(command, {**usual, **(environment or {})}, port, log)
 
 
