@@ -17,7 +17,7 @@ from penstock.engine.protocol.option import Option, add_options, option_values
 
 GROUPS = ("model", "parallelism", "scheduling", "cache", "migration", "lora")  # and logging, which comes last
 
-# With at most so many sequences, the core detokenizes by less processor time than waking an output processor takes, and a
+# For at most so many sequences, detokenizing in the core takes less processor time than a wake of an output processor. A
 # step of the device hides the time.
 MAX_SEQS_IN_CORE = 64
 
