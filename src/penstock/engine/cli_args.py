@@ -17,8 +17,8 @@ from penstock.engine.protocol.option import Option, add_options, option_values
 
 GROUPS = ("model", "parallelism", "scheduling", "cache", "migration", "lora")  # and logging, which comes last
 
-# For at most so many sequences, detokenizing in the core takes less processor time than a wake of an output processor. A
-# step of the device hides the time.
+# For at most so many sequences, detokenizing in the core takes less processor time than a wake of an output processor.
+# A step of the device hides the time.
 MAX_SEQS_IN_CORE = 64
 
 
