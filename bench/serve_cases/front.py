@@ -110,7 +110,7 @@ def _one_stream(server: Ours) -> Figures:
         before = server.cpu_seconds()
         tokens = _count_tokens(connection, STEP_S)
         after = server.cpu_seconds()
-    figures = {role: (after[role] - before[role]) * 1e3 / tokens for role in ROLES}
+    figures = {role: (after.get(role, 0.0) - before.get(role, 0.0)) * 1e3 / tokens for role in ROLES}
     return {**figures, "sum": sum(figures.values())}
 
 
@@ -150,7 +150,7 @@ def _cost_of_tokens(server: Ours, streams: int) -> Figures:
         before, tokens = server.cpu_seconds(), _generated(server)
         _read_all(connections, STEP_S)
         after, tokens = server.cpu_seconds(), _generated(server) - tokens
-    costs = {role: (after[role] - before[role]) * 1e6 / tokens for role in ROLES}
+    costs = {role: (after.get(role, 0.0) - before.get(role, 0.0)) * 1e6 / tokens for role in ROLES}
     return {**costs, "front": sum(costs.values()) - costs["worker"]}
 
 

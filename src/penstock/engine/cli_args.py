@@ -17,6 +17,10 @@ from penstock.engine.protocol.option import Option, add_options, option_values
 
 GROUPS = ("model", "parallelism", "scheduling", "cache", "migration", "lora")  # and logging, which comes last
 
+# For at most so many sequences, detokenizing in the core takes less processor time than a wake of an output processor.
+# A step of the device hides the time.
+MAX_SEQS_IN_CORE = 64
+
 
 class DeviceModel(msgspec.Struct):
     """Decides whether `EngineConfig.simulated` is given."""
@@ -42,6 +46,8 @@ def engine_config(options: argparse.Namespace, **fields: Any) -> EngineConfig:
     """`fields` take precedence over the command line. Raises ValueError, TypeError."""
     lora = LoraConfig(**option_values(LoraConfig, options))
     values = {**option_values(EngineConfig, options), **model_fields(options), "lora": lora, **fields}
+    if values.get("output_processors") == "auto":
+        values["output_processors"] = 1 if values["max_num_seqs"] > MAX_SEQS_IN_CORE else 0
     if values.get("numa_node") == "auto":
         values["numa_node"] = node_of(os.sched_getaffinity(0))
     config = EngineConfig(**values)

@@ -212,6 +212,22 @@ def test_options_are_those_of_vllm_and_ours(
     assert result == set(expected)
 
 
+@pytest.mark.parametrize(
+    ("words", "outputs"),
+    [
+        ((), 1),
+        (("--max-num-seqs", "64"), 0),
+        (("--max-num-seqs", "65"), 1),
+        (("--max-num-seqs", "64", "--output-processors", "2"), 2),
+        (("--output-processors", "0"), 0),
+        (("--output-processors", "auto", "--max-num-seqs", "8"), 0),
+    ],
+)
+def test_few_sequences_are_detokenized_in_the_core(words: tuple[str, ...], outputs: int) -> None:
+    options = cli.parser().parse_args(["serve", "--device-model", "simulated", *words])
+    assert server_args.engine_config(options).output_processors == outputs
+
+
 def test_short_names_are_those_of_vllm() -> None:
     options = cli.parser().parse_args(["serve", "-tp", "2", "-dp", "3", "-asc", "4", "-n", "5", "-r", "1"])
     assert (options.tensor_parallel_size, options.data_parallel_size, options.api_server_count) == (2, 3, 4)

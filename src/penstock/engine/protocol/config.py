@@ -125,8 +125,8 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def parse_numa_node(text: str) -> int | str:
-    """Returns the number, or `auto` for the node of this process's processors, which `engine_config` finds."""
+def parse_or_auto(text: str) -> int | str:
+    """Returns the number, or `auto`, for which `engine_config` chooses a number."""
     if text != "auto" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected a number, or auto, got {text!r}")
     return text if text == "auto" else int(text)
@@ -184,13 +184,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         int, Option("parallelism", short="-dp", ge=1, le=16, if_absent="one on each node")
     ] = 1
     """Number of engines, each with the whole model; for a command, of all nodes together"""
-    output_processors: Annotated[int, Option("parallelism", ge=0, le=8)] = 1
-    """Number of detokenizer processes per engine; 0 runs detokenization in the core"""
+    output_processors: Annotated[int, Option("parallelism", ge=0, le=8, parse=parse_or_auto, default="auto")] = 1
+    """Number of detokenizer processes per engine: a number, 0 for detokenization in the core, or auto, which is 0 with
+    --max-num-seqs of up to 64 and 1 otherwise"""
     threads: Annotated[
         int | None, Option("parallelism", ge=1, le=MAX_INT, if_absent="the fastest, measured at the start")
     ] = None
     """Number of threads with which each worker computes on a CPU"""
-    numa_node: Annotated[int | None, Option("parallelism", ge=0, le=1023, parse=parse_numa_node, default="auto")] = None
+    numa_node: Annotated[int | None, Option("parallelism", ge=0, le=1023, parse=parse_or_auto, default="auto")] = None
     """NUMA node on which shared memory lies: a number, or auto, which is the node of this process's processors if they
     are all of one node"""
     api_server_count: Annotated[int, Option("server", short="-asc", ge=1, le=32)] = 1

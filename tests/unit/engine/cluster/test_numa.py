@@ -11,7 +11,7 @@ from penstock.engine import cli_args
 from penstock.engine.cluster import numa
 from penstock.engine.cluster.topology import Cluster
 from penstock.engine.launcher.preflight import require_startable
-from penstock.engine.protocol.config import EngineConfig, SimulatedDevice, parse_numa_node
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice, parse_or_auto
 from penstock.memory import segment
 
 
@@ -51,7 +51,7 @@ def test_missing_numa_node_is_refused_before_any_process_starts(two_nodes: None)
         require_startable(EngineConfig(simulated=SimulatedDevice(), numa_node=7))
     for text in ("-1", "one", ""):
         with pytest.raises(argparse.ArgumentTypeError, match="a number, or auto"):
-            parse_numa_node(text)
+            parse_or_auto(text)
 
 
 def test_shared_memory_of_a_tree_lies_where_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
