@@ -588,42 +588,33 @@ def test_all_sizes_are_recorded_before_the_first_request(
     assert recorder.calls == 8
 
 
-@pytest.mark.parametrize("fails_at", [1, 3])
-def test_recording_that_fails_ends_the_graphs_of_one_kind(
+@pytest.mark.parametrize(
+    ("fails_at", "error", "reason", "sizes"),
+    [
+        (1, RuntimeError, "mixed steps are not recorded", [[1, 2, 4], []]),
+        (3, RuntimeError, "decode steps are not recorded", [[], [16]]),
+        (1, torch.OutOfMemoryError, "mixed steps lack memory for graphs", [[1, 2, 4], []]),
+        (2, torch.OutOfMemoryError, "decode steps lack memory for graphs", [[1, 2], [16]]),
+        (3, torch.OutOfMemoryError, "decode steps lack memory for graphs", [[1, 4], [16]]),
+    ],
+)
+def test_recording_that_fails_costs_its_kind_or_without_memory_its_size(
     fails_at: int,
-    family: Callable[[str], Family],
-    on_double: Callable[..., OnDouble],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Recording 1 is of steps with chunks, 3 the second of decode steps."""
-    with CudaDouble():
-        recorder = Recorder(fails_at, RuntimeError)
-    of = family("llama")
-    with caplog.at_level(logging.INFO, "penstock.engine"):
-        runner = on_double(of, recorder=recorder)
-    kind = "mixed" if fails_at == 1 else "decode"
-    assert reasons(caplog) == {f"{kind} steps are not recorded": "RuntimeError: not that"}
-    assert [len(graphs) for graphs in runner.graphs] == ([3, 0] if fails_at == 1 else [0, 1])
-    assert runner.ask(of.requests[1:4]).answers == of.answers[1:4]
-
-
-@pytest.mark.parametrize(("fails_at", "sizes"), [(1, [[1, 2, 4], []]), (2, [[1, 2], [16]]), (3, [[1, 4], [16]])])
-def test_size_without_memory_for_a_graph_is_left_out(
-    fails_at: int,
+    error: type[Exception],
+    reason: str,
     sizes: list[list[int]],
     family: Callable[[str], Family],
     on_double: Callable[..., OnDouble],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its steps are computed by a larger graph, or without one."""
+    """Recording 1 is of steps with chunks, 3 the second of decode steps. Other steps use a larger graph, or none."""
     with CudaDouble():
-        recorder = Recorder(fails_at)
+        recorder = Recorder(fails_at, error)
     of = family("llama")
     with caplog.at_level(logging.INFO, "penstock.engine"):
         runner = on_double(of, recorder=recorder)
-    kind = "mixed" if fails_at == 1 else "decode"
-    assert reasons(caplog) == {f"{kind} steps lack memory for graphs": "OutOfMemoryError: not that"}
-    assert [graphs.sizes for graphs in runner.graphs] == sizes
+    assert reasons(caplog) == {reason: f"{error.__name__}: not that"}
+    assert [graphs.sizes if len(graphs) else [] for graphs in runner.graphs] == sizes
     assert runner.ask(of.requests[1:4]).answers == of.answers[1:4]
     assert not runner.faults()
 
