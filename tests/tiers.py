@@ -44,7 +44,6 @@ def limit(seconds: float, soak: float) -> float:
 CAMPAIGN_DEATHS         = choose(100,     1_200,   10_000)     # test_campaign: at random points of channels and pool
 STORE_DEATHS            = choose(40,      150,     2_000)      # test_kept: of processes that write to the store
 TREE_DEATHS             = choose(15,      100,     100)        # test_trees: of whole trees
-MESSAGES_DEATHS         = choose(12,      60,      1_000)      # test_messages
 HANDLE_DEATHS           = choose(4,       8,       400)        # test_handles: of servers, cores and workers …
 HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requests
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served cluster

@@ -369,15 +369,6 @@ def test_error_without_a_text_is_reported_by_its_class() -> None:
         assert death.value.how.endswith("Odd")
 
 
-def test_open_end_that_is_garbage_in_a_living_process_has_died() -> None:
-    with penstock.Ring() as ring, ring.open_receiver() as receiver:
-        ring.open_sender().send(b"last")
-        assert receiver.receive(timeout=5) == b"last"
-        with pytest.raises(PeerDied) as death:
-            receiver.receive(timeout=5)
-        assert death.value.how == GARBAGE
-
-
 class Number(msgspec.Struct, array_like=True):
     value: int
 
@@ -438,14 +429,6 @@ def test_missing_senders_of_an_inbox_are_named() -> None:
         with pytest.raises(penstock.Timeout, match=r"senders 0, 2, 3, 4, 5, 6, 7, 8 and 3 more have never opened"):
             receiver.receive(timeout=0.01)
         assert [end["state"] for end in inbox.snapshot()["senders"]].count("expected") == 11
-
-
-def test_snapshot_has_the_text_of_a_failed_end() -> None:
-    with penstock.Ring() as ring:
-        with contextlib.suppress(RuntimeError), ring.open_sender():
-            raise RuntimeError("no such layer")
-        (sender,) = ring.snapshot()["senders"]
-        assert (sender["state"], sender["failure"]) == ("dead", "RuntimeError: no such layer")
 
 
 @pytest.mark.parametrize(

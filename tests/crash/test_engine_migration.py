@@ -21,7 +21,6 @@ from tests.support.loops import in_a_loop
 
 OPEN = 12  # requests, when the blow falls
 TOKENS = 300
-MEMBERS = [("core", 0), *tiers.only_in_all(("worker", 0)), ("worker", 1)]  # output: test_output_lives
 
 
 class Reader:
@@ -80,20 +79,6 @@ def kill(engine: Running, kind: str, index: int = 0, group: int = 0) -> None:
         if (child.member.kind, child.member.group, child.member.index) == (kind, group, index)
     ]
     os.kill(victim.pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(("kind", "index"), MEMBERS)
-@in_a_loop
-async def test_streams_go_on_when_a_process_of_the_only_group_is_killed(kind: str, index: int) -> None:
-    async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
-        started = await readers(client)
-        kill(engine, kind, index)
-        await require_exact(engine, started)
-        assert migrations(client) == {"died": OPEN}
-        assert sum(MigrationCounters.PAUSE.counts(client.counters[0].words)) == OPEN
-        assert counted(client, MigrationCounters.GIVEN_UP) == 0
-        print(f"{kind} {index}: a mean pause of {mean_pause(client):.2f} s")
-        await engine.must_be_empty()
 
 
 @pytest.mark.parametrize(

@@ -52,37 +52,21 @@ def test_engine_that_fails_ends_the_command_with_status_1(tmp_path: Path, monkey
     assert cli.main(command) == 1 and answers.read_text() == ""
 
 
-def test_invalid_prompt_or_model_is_reported_before_anything_starts() -> None:
+SIMULATED = ("--device-model", "simulated")
+
+
+def test_invalid_prompt_or_model_is_one_line_before_anything_starts() -> None:
     for lines, options, text in (
-        (
-            '[1]\n{"ids": [1], "max_toks": 3}\n',
-            ("--device-model", "simulated"),
-            "line 2 of the prompts: unknown options",
-        ),
-        ("{}\n", ("--device-model", "simulated"), "line 1 of the prompts: expected either"),
-        (
-            '{"ids": [1], "regex": "a"}\n',
-            ("--device-model", "simulated"),
-            "regex: a grammar needs a model with an end id",
-        ),
+        ('[1]\n{"ids": [1], "max_toks": 3}\n', SIMULATED, "line 2 of the prompts: unknown options"),
+        ("{}\n", SIMULATED, "line 1 of the prompts: expected either"),
+        ('{"ids": [1], "regex": "a"}\n', SIMULATED, "regex: a grammar needs a model with an end id"),
         ('{"prompt": "x", "guided_json": {"not": {}}}\n', (str(SHIPPED),), "guided_json.not"),
-        (
-            "[1]\n",
-            ("--device-model", "simulated", "--data-parallel-size", "0"),
-            "expected data_parallel_size to be a whole number from 1 to 16, got 0",
-        ),
-    ):
-        status, answers, err = generate(lines, *options)
-        assert (status, answers) == (2, []) and text in err and "process started" not in err
-
-
-def test_oversized_prompt_and_missing_model_are_reported_in_one_line() -> None:
-    for lines, options, text in (
-        ("[1, 3000000000]\n", ("--device-model", "simulated"), "line 1 of the prompts: Expected `int` <= 2147483647"),
-        ("[-1]\n", ("--device-model", "simulated"), "line 1 of the prompts: Expected `int` >= 0"),
+        ("[1]\n", (*SIMULATED, "--data-parallel-size", "0"), "to be a whole number from 1 to 16, got 0"),
+        ("[1, 3000000000]\n", SIMULATED, "line 1 of the prompts: Expected `int` <= 2147483647"),
+        ("[-1]\n", SIMULATED, "line 1 of the prompts: Expected `int` >= 0"),
         ('"hello"\n', ("/nowhere",), "expected the directory of a model, got '/nowhere'"),
-        ("[1]\n", ("--device-model", "simulated", "--prompts", "/nowhere"), "No such file or directory: '/nowhere'"),
-        ("{\n", ("--device-model", "simulated"), "line 1 of the prompts: Input data was truncated"),
+        ("[1]\n", (*SIMULATED, "--prompts", "/nowhere"), "No such file or directory: '/nowhere'"),
+        ("{\n", SIMULATED, "line 1 of the prompts: Input data was truncated"),
     ):
         status, answers, err = generate(lines, *options)
         assert (status, answers) == (2, []) and err.startswith("penstock generate: ") and err.count("\n") == 1, err

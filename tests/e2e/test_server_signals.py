@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -133,36 +133,25 @@ def test_hangups_during_a_drain_change_nothing(pause: float) -> None:
         assert process.returncode == 0
 
 
-def send_twice(process: "subprocess.Popen[bytes]") -> None:
-    for number in (signal.SIGTERM, signal.SIGTERM):
-        process.send_signal(number)
-        time.sleep(REPEAT_S)
-
-
-def send_many(process: "subprocess.Popen[bytes]") -> None:
-    for _ in range(20):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(REPEAT_S)
-
-
-def send_both(process: "subprocess.Popen[bytes]") -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
-        process.send_signal(number)
-        time.sleep(REPEAT_S)
-
-
-def send_to_group(process: "subprocess.Popen[bytes]") -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
-        os.killpg(process.pid, number)
-        time.sleep(REPEAT_S)
-
-
-@pytest.mark.parametrize("send", [send_twice, *tiers.only_in_all(send_many, send_both, send_to_group)])
-def test_repeated_signal_within_a_second_lets_the_drain_go_on(send: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "has_group"),
+    [
+        ((signal.SIGTERM,) * 2, False),
+        *tiers.only_in_all(
+            ((signal.SIGTERM,) * 20, False),
+            ((signal.SIGINT, signal.SIGTERM, signal.SIGINT), False),
+            ((signal.SIGTERM, signal.SIGINT, signal.SIGTERM), True),
+        ),
+    ],
+    ids=["twice", "many times", "both signals", "to the group"],
+)
+def test_repeated_signal_within_a_second_lets_the_drain_go_on(numbers: tuple[int, ...], has_group: bool) -> None:
     with starting() as process:
         client = ServerClient(process)
         with client.open_requests(OPEN_REQUESTS, SECONDS) as statuses:
-            send(process)
+            for number in numbers:
+                os.killpg(process.pid, number) if has_group else process.send_signal(number)
+                time.sleep(REPEAT_S)
         assert statuses == [200] * OPEN_REQUESTS
         assert process.wait(START) == 0
 

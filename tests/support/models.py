@@ -150,6 +150,9 @@ class Family(NamedTuple):
         return -(-longest(self.requests) // BLOCK_SIZE)
 
 
+BuildFamily = Callable[..., Family]  # by its name
+
+
 def longest(requests: Sequence[Asked]) -> int:
     return max(len(request.prompt) + request.tokens for request in requests)
 

@@ -2,17 +2,16 @@
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
-    from tests.support.models import Family
+    from tests.support.models import BuildFamily
 
 
 @pytest.fixture(scope="session")
-def family(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Family]":
+def family(tmp_path_factory: pytest.TempPathFactory) -> "BuildFamily":
     """A tiny model by its name, and by what is other than usual, made once, in a folder of its own."""
     from tests.support.models import build_family  # here, because it needs torch
 

@@ -377,42 +377,20 @@ async def test_waiting_async_end_is_in_the_snapshot() -> None:
 # ── with other processes ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_async_echo_of_another_process_answers() -> None:
+@pytest.mark.parametrize("victim", ["sender", "receiver"])
+def test_death_of_the_other_end_ends_an_async_wait_within_100_ms(victim: str) -> None:
     source = """
-        import asyncio
-
-        async def main():
-            there, back = (penstock.attach(ticket) for ticket in sys.argv[1:3])
-            async with there.open_async_receiver() as receiver, back.open_async_sender() as sender:
-                async for record in receiver:
-                    await sender.send(record)
-
-        asyncio.run(main())
-    """
-    there, back = new_ring(), new_ring()
-    with (
-        program(source, there.ticket, back.ticket) as other,
-        there.open_sender() as sender,
-        back.open_receiver() as receiver,
-    ):
-        for number in range(1500):
-            sender.send(b"%d" % number, timeout=10)
-            assert receiver.receive(timeout=10) == b"%d" % number
-        sender.close()
-        assert other.end() == 0
-
-
-def test_death_of_the_sender_ends_an_async_wait_within_100_ms() -> None:
-    source = """
-        sender = penstock.attach(sys.argv[1]).open_sender(name="victim")
-        sender.send(b"ready")
+        end = getattr(penstock.attach(sys.argv[1]), f"open_{sys.argv[2]}")(name="victim")
+        say("ready")
         hear()
     """
 
     async def main(channel: penstock.Ring, kill: Callable[[], float]) -> float:
-        async with channel.open_async_receiver() as receiver:
-            assert await receiver.receive(timeout=20) == b"ready"
-            waiting = asyncio.create_task(receiver.receive())
+        end: Any = channel.open_async_receiver() if victim == "sender" else channel.open_async_sender()
+        async with end:
+            if victim == "receiver":
+                await fill(end)
+            waiting = asyncio.create_task(end.receive() if victim == "sender" else end.send(b"x" * 960))
             await waits(waiting)
             killed_at = kill()
             with pytest.raises(PeerDied) as output:
@@ -424,34 +402,9 @@ def test_death_of_the_sender_ends_an_async_wait_within_100_ms() -> None:
 
     def measure() -> float:
         channel = new_ring()
-        with program(source, channel.ticket) as other:
-            return asyncio.run(main(channel, other.kill))
-
-    soon(measure)
-
-
-def test_death_of_the_receiver_ends_a_waiting_async_send() -> None:
-    source = """
-        receiver = penstock.attach(sys.argv[1]).open_receiver(name="victim")
-        say("ready")
-        hear()
-    """
-
-    async def main(sender: AsyncSender, kill: Callable[[], float]) -> float:
-        async with sender:
-            await fill(sender)
-            waiting = asyncio.create_task(sender.send(b"x" * 960))
-            await waits(waiting)
-            killed_at = kill()
-            with pytest.raises(PeerDied):
-                await waiting
-            return time.monotonic() - killed_at
-
-    def measure() -> float:
-        channel = new_ring()
-        with program(source, channel.ticket) as other:
+        with program(source, channel.ticket, victim) as other:
             assert other.hear() == "ready"
-            return asyncio.run(main(channel.open_async_sender(), other.kill))
+            return asyncio.run(main(channel, other.kill))
 
     soon(measure)
 

@@ -145,18 +145,3 @@ def test_wait_for_receivers_waits_for_other_processes() -> None:
                 assert waiting.ended().error is None
             sender.send(b"to both")
             assert (item.hear(), other.hear()) == ("to both", "to both")
-
-
-def test_late_receiver_gets_records_sent_after_its_opening() -> None:
-    with penstock.Broadcast(receivers=2) as channel, channel.open_sender() as sender, channel.open_receiver() as stays:
-        with channel.open_receiver() as leaves:
-            sender.send(b"1")
-            assert leaves.receive(timeout=1) == b"1"
-        sender.send(b"2")
-        with channel.open_receiver(1) as late:
-            assert late.try_receive() is None
-            sender.send(b"3")
-            sender.send(b"s" * 100_000)
-            assert late.receive(timeout=1) == b"3"
-            assert late.receive(timeout=1) == b"s" * 100_000
-        assert [stays.receive(timeout=1) for _ in range(4)] == [b"1", b"2", b"3", b"s" * 100_000]

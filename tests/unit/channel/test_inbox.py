@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 import penstock
-from penstock import EndOfChannel, LongRecords, Timeout, WouldBlock
+from penstock import EndOfChannel, LongRecords, Timeout
 from penstock.lowlevel import ByteReceiver, ByteSender
 
 SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
@@ -61,39 +61,3 @@ def test_inbox_waits_for_a_sender_that_was_not_opened_yet() -> None:
         with channel.open_sender() as late:
             late.send(b"late")
         assert list(receiver) == [b"late"]
-
-
-def test_successors_of_a_closed_sender_mix_up_no_record() -> None:
-    channel = penstock.Inbox(senders=1)
-    with channel.open_receiver() as receiver:
-        for generation in range(50):
-            with channel.open_sender() as sender:
-                assert sender.index == 0
-                sender.send(b"%d" % generation)
-                sender.send(b"%d" % generation * 30_000)
-            if generation % 3 == 0:
-                while (record := next_record(receiver)) is not None:
-                    last = record
-                assert last == b"%d" % generation * 30_000
-        records = list(receiver)
-        assert records[-1] == b"49" * 30_000
-        assert len(records) == 2
-
-
-def next_record(receiver: ByteReceiver) -> bytes | None:
-    try:
-        return receiver.receive_nowait()
-    except (EndOfChannel, WouldBlock):
-        return None
-
-
-def test_successor_receiver_gets_later_records_of_all_senders() -> None:
-    channel = penstock.Inbox(senders=2)
-    with channel.open_sender() as sender, channel.open_sender() as other:
-        with channel.open_receiver():
-            sender.send(b"lost")
-        with channel.open_receiver() as receiver:
-            other.send(b"a")
-            sender.send(b"b")
-            assert sorted(receiver.receive(timeout=1) for _ in range(2)) == [b"a", b"b"]
-            assert receiver.try_receive() is None

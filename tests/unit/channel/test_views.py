@@ -50,21 +50,6 @@ def test_views_released_in_any_order_free_room_from_the_oldest_on() -> None:
             assert channel.snapshot()["receivers"][0]["nbytes_behind"] == behind * 992
 
 
-def test_records_copied_beside_a_held_view_keep_their_room() -> None:
-    with ring() as (channel, sender, receiver):
-        for _ in range(4):
-            sender.send(b"x" * 960)
-        view = receiver.receive_view(timeout=1)
-        for _ in range(3):
-            receiver.receive(timeout=1)
-        with pytest.raises(WouldBlock):
-            sender.send_nowait(b"y" * 960)
-        view.release()
-        assert channel.snapshot()["receivers"][0]["nbytes_behind"] == 0
-        for _ in range(4):
-            sender.send_nowait(b"y" * 960)
-
-
 def test_view_outlives_its_receiver() -> None:
     for nbytes in (1000, 5000):
         with ring() as (channel, sender, receiver):

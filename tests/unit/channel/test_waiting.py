@@ -65,53 +65,27 @@ def test_a_parked_receiver_is_woken_by_a_record(latency: str) -> None:
         soon(measure, 0.02)
 
 
-@pytest.mark.parametrize("latency", LATENCIES)
-def test_a_parked_sender_is_woken_by_room(latency: str) -> None:
+@pytest.mark.parametrize(
+    ("latency", "nbytes", "last"),
+    [
+        *((latency, 960, b"last" * 240) for latency in LATENCIES),
+        ("auto", 96, b"last" * 24),
+        ("auto", 700_000, bytes(600_000)),
+    ],
+    ids=[*LATENCIES, "room of a small record", "memory"],
+)
+def test_a_parked_sender_is_woken_by_the_room_of_one_record(latency: str, nbytes: int, last: bytes) -> None:
     with ring(latency=latency) as (channel, sender, receiver):
 
         def measure() -> float:
-            count = fill(sender)
-            with thread(lambda: sender.send(b"last" * 240)) as waiting:
-                eventually(lambda: is_parked(channel, "senders"))
-                read_at = time.monotonic()
-                for number in range(count):
-                    assert receiver.receive(timeout=1)[:4] == b"%04d" % number
-                assert waiting.ended().error is None
-            assert receiver.receive(timeout=1) == b"last" * 240
-            return waiting.ended_at - read_at
-
-        soon(measure, 0.02)
-
-
-def test_a_parked_sender_gets_the_room_of_a_single_record_too() -> None:
-    with ring() as (channel, sender, receiver):
-
-        def measure() -> float:
-            fill(sender, 96)
-            with thread(lambda: sender.send(b"last" * 24)) as waiting:
-                eventually(lambda: is_parked(channel, "senders"))
-                read_at = time.monotonic()
-                receiver.receive(timeout=1)
-                assert waiting.ended().error is None
-            while receiver.try_receive() is not None:
-                pass
-            return waiting.ended_at - read_at
-
-        soon(measure)
-
-
-def test_sender_that_waits_for_memory_is_woken_by_a_release() -> None:
-    with ring() as (channel, sender, receiver):
-
-        def measure() -> float:
-            sender.send(bytes(700_000))
-            view = receiver.receive_view(timeout=1)
-            with thread(lambda: sender.send(b"s" * 600_000)) as waiting:
+            count = fill(sender, nbytes)
+            with thread(lambda: sender.send(last)) as waiting:
                 eventually(lambda: is_parked(channel, "senders"))
                 released_at = time.monotonic()
-                view.release()
+                receiver.receive_view(timeout=1).release()
                 assert waiting.ended().error is None
-            assert receiver.receive(timeout=1) == b"s" * 600_000
+            numbers = [int(receiver.receive(timeout=1)[:4]) for _ in range(count - 1)]
+            assert numbers == list(range(1, count)) and receiver.receive(timeout=1) == last
             return waiting.ended_at - released_at
 
         soon(measure, 0.02)

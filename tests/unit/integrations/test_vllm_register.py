@@ -4,7 +4,7 @@ import importlib.metadata
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -33,99 +33,87 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Settings]]:
     yield replaced
 
 
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records]
-
-
-def test_register_replaces_nothing_and_says_nothing_when_it_is_off(
-    replaced: dict[str, Settings], caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.DEBUG):
-        vllm.register()
-    assert not replaced
-    assert not lines(caplog)
-
-
-def test_register_replaces_the_named_parts_and_says_so_in_one_line(
+@pytest.fixture
+def register(
     replaced: dict[str, Settings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PENSTOCK_VLLM", "queue,images,steps")
-    with caplog.at_level(logging.INFO):
-        vllm.register()
+) -> Callable[..., list[str]]:
+    """Calls `register` with variables of the environment, and returns the lines of the log."""
+
+    def call(**variables: str) -> list[str]:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with caplog.at_level(logging.INFO):
+            vllm.register()
+        return [record.getMessage() for record in caplog.records]
+
+    return call
+
+
+Replaced, Register = dict[str, Settings], Callable[..., list[str]]
+
+
+def test_register_replaces_nothing_and_says_nothing_when_it_is_off(replaced: Replaced, register: Register) -> None:
+    assert register() == [] and not replaced
+
+
+def test_register_replaces_the_named_parts_and_says_so_in_one_line(replaced: Replaced, register: Register) -> None:
+    assert register(PENSTOCK_VLLM="queue,images,steps") == ["penstock replaces of vLLM: queue, images, steps"]
     assert replaced.keys() == {"queue", "images"}
     assert all(settings.parts == {"queue", "images", "steps"} for settings in replaced.values())
-    assert lines(caplog) == ["penstock replaces of vLLM: queue, images, steps"]
 
 
 def test_register_leaves_a_part_alone_that_does_not_fit(
-    replaced: dict[str, Settings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    replaced: Replaced, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PENSTOCK_VLLM", "queue,images,steps")
     monkeypatch.setattr(seams, "misfit", {"queue": None, "images": "images differ", "steps": "steps differ"}.get)
-    with caplog.at_level(logging.INFO):
-        vllm.register()
-    assert {part: settings.parts for part, settings in replaced.items()} == {"queue": {"queue"}}
-    assert lines(caplog) == [
+    assert register(PENSTOCK_VLLM="queue,images,steps") == [
         "penstock leaves images to vLLM's own: images differ",
         "penstock leaves steps to vLLM's own: steps differ",
         "penstock replaces of vLLM: queue",
     ]
+    assert {part: settings.parts for part, settings in replaced.items()} == {"queue": {"queue"}}
 
 
 def test_register_leaves_a_part_alone_that_cannot_be_loaded(
-    replaced: dict[str, Settings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    replaced: Replaced, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PENSTOCK_VLLM", "tensors,images")
     monkeypatch.setitem(sys.modules, "stand_in_images", None)
-    vllm.register()
-    assert replaced.keys() == {"tensors"}
-    assert "leaves images to vLLM's own: ModuleNotFoundError" in lines(caplog)[0]
+    line = register(PENSTOCK_VLLM="tensors,images")[0]
+    assert "leaves images to vLLM's own: ModuleNotFoundError" in line and replaced.keys() == {"tensors"}
 
 
-def test_register_runs_vllm_as_it_is_when_a_value_is_wrong(
-    replaced: dict[str, Settings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_register_leaves_images_to_a_frontend_in_rust(replaced: Replaced, register: Register) -> None:
+    assert (
+        "leaves images to vLLM's own: the frontend in Rust"
+        in register(PENSTOCK_VLLM="queue,images", VLLM_USE_RUST_FRONTEND="1")[0]
+    )
+    assert replaced.keys() == {"queue"}
+
+
+def test_register_warns_of_names_that_no_part_knows(
+    replaced: Replaced, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PENSTOCK_VLLM", "queue")
-    monkeypatch.setenv("PENSTOCK_VLLM_VIEWS", "sometimes")
-    vllm.register()
-    assert not replaced
-    assert lines(caplog) == [
-        "expected PENSTOCK_VLLM_VIEWS to be arena, always or never, got 'sometimes'; vLLM runs as it is"
-    ]
+    monkeypatch.setattr(seams, "growths", lambda part: ["in this vLLM Queue also has peek"])
+    line = register(PENSTOCK_VLLM="queue")[0]
+    assert line == "in this vLLM Queue also has peek, which penstock's queue does not know"
+    assert replaced.keys() == {"queue"}
+
+
+def test_register_runs_vllm_as_it_is_when_a_value_is_wrong(replaced: Replaced, register: Register) -> None:
+    text = "expected PENSTOCK_VLLM_VIEWS to be arena, always or never, got 'sometimes'; vLLM runs as it is"
+    assert register(PENSTOCK_VLLM="queue", PENSTOCK_VLLM_VIEWS="sometimes") == [text] and not replaced
 
 
 @pytest.mark.parametrize("wrong", ["value", "misfit"])
 def test_register_raises_when_it_is_strict(
-    wrong: str, replaced: dict[str, Settings], monkeypatch: pytest.MonkeyPatch
+    wrong: str, replaced: Replaced, register: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PENSTOCK_VLLM", "queue" if wrong == "misfit" else "queu")
-    monkeypatch.setenv("PENSTOCK_VLLM_STRICT", "1")
     monkeypatch.setattr(seams, "misfit", lambda part: "it differs")
     with pytest.raises((ValueError, RuntimeError), match=r"it differs|'queu'"):
-        vllm.register()
+        register(PENSTOCK_VLLM="queue" if wrong == "misfit" else "queu", PENSTOCK_VLLM_STRICT="1")
     assert not replaced
 
 
 def test_register_is_the_entry_point_of_vllm_in_the_installed_package() -> None:
     points = {point.value: point for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     assert points["penstock.integrations.vllm:register"].load() is vllm.register
-
-
-def test_register_leaves_images_to_a_frontend_in_rust(
-    replaced: dict[str, Settings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PENSTOCK_VLLM", "queue,images")
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    vllm.register()
-    assert replaced.keys() == {"queue"}
-    assert "leaves images to vLLM's own: the frontend in Rust" in lines(caplog)[0]
-
-
-def test_register_warns_of_names_that_no_part_knows(
-    replaced: dict[str, Settings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("PENSTOCK_VLLM", "queue")
-    monkeypatch.setattr(seams, "growths", lambda part: ["in this vLLM Queue also has peek"])
-    vllm.register()
-    assert replaced.keys() == {"queue"}
-    assert lines(caplog)[0] == "in this vLLM Queue also has peek, which penstock's queue does not know"

@@ -151,22 +151,18 @@ def test_a_step_brings_its_new_blocks_as_a_change() -> None:
     assert line.writer.num_whole == 1
 
 
-@pytest.mark.parametrize("blocks", [(), [[1]], ((1, 2),), ([True],), ([1.0],)])
-def test_a_step_goes_whole_with_blocks_of_another_type(blocks: Any) -> None:
+@pytest.mark.parametrize(
+    ("field", "row", "value"),
+    [
+        *(("new_block_ids", 0, blocks) for blocks in ((), [[1]], ((1, 2),), ([True],), ([1.0],))),
+        *(("num_computed_tokens", 1, count) for count in (2.5, True, 1 << 70)),
+    ],
+)
+def test_a_step_goes_whole_with_a_value_that_no_change_has(field: str, row: int, value: Any) -> None:
     line = Line()
     line.through(step("ab", 10))
     message = step("ab", 11)
-    message[1][0].scheduled_cached_reqs.new_block_ids[0] = blocks
-    require_arrival(line, message)
-    assert line.writer.num_whole == 2
-
-
-@pytest.mark.parametrize("value", [2.5, True, 1 << 70])
-def test_a_step_goes_whole_with_a_count_that_is_not_a_small_int(value: Any) -> None:
-    line = Line()
-    line.through(step("ab", 10))
-    message = step("ab", 11)
-    message[1][0].scheduled_cached_reqs.num_computed_tokens[1] = value
+    getattr(message[1][0].scheduled_cached_reqs, field)[row] = value
     require_arrival(line, message)
     assert line.writer.num_whole == 2
 

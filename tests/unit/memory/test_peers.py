@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import time
 
 import pytest
 
@@ -126,26 +125,6 @@ def test_death_has_its_cause_in_a_survivor_idle_since_the_peer_came() -> None:
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         eventually(lambda: named(pool)["victim"].state == "dead")
         assert named(pool)["victim"].how == "killed by SIGKILL"
-
-
-def dead_in_table(pool: Pool) -> bool:
-    """Asked of the bytes themselves: this neither looks for deaths nor does anything about them."""
-    return any(peer["state"] == "dead" for peer in _native.snapshot(os.dup(pool.fd))["peers"])
-
-
-def test_idle_survivors_notice_a_death_within_100_ms() -> None:
-    def measure() -> float:
-        pool = Pool.create(4096)
-        pool.join("survivor")
-        with program(PEER, pool.ticket, "victim") as victim, program(PEER, pool.ticket, "other") as other:
-            victim.hear()
-            other.hear()
-            pool.peers()
-            killed_at = victim.kill()
-            eventually(lambda: dead_in_table(pool))
-            return time.monotonic() - killed_at
-
-    soon(measure)
 
 
 def test_process_that_is_not_the_parent_notices_a_death() -> None:

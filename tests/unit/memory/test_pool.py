@@ -44,15 +44,6 @@ def test_a_pool_of_any_size_can_be_taken_whole(nbytes: int) -> None:
         pool.take(nbytes + ALIGNMENT)
 
 
-def test_old_small_block_leaves_room_for_a_large_block() -> None:
-    pool = Pool.create(1 << 20)
-    old = pool.take(100)
-    for _ in range(50):
-        with pool.take(1_000_000), pool.take(10_000):
-            pass
-    assert len(old) == 100
-
-
 def test_mixed_lifetimes_of_blocks_leave_most_of_the_pool_usable(seed: int) -> None:
     choose = random.Random(seed)
     pool = Pool.create(1 << 22)

@@ -295,17 +295,6 @@ def put_by_threads(scope: Scope, number: int = 8) -> list[Handle]:
         return [task.result() for task in [pool.submit(put) for _ in range(number)]]
 
 
-def test_many_threads_put_one_key_in_one_scope_and_have_one_handle() -> None:
-    with images() as store:
-        with Scope(store, timeout=None) as scope:
-            assert len(set(map(bytes, put_by_threads(scope)))) == 1
-            assert store.stats().puts == store.stats().misses == 1
-            stats = scope.stats()
-            assert stats.handles == stats.hits + stats.puts == 8 and stats.inline == 0
-            assert stats.hits + stats.puts == store.stats().hits + store.stats().misses
-        assert is_not_held(store)
-
-
 def test_threads_that_do_not_wait_for_each_other_have_one_handle_too() -> None:
     """A thread that finds another one writing the key sends the value inline, as it may: with one handle for all."""
     with images() as store:
@@ -333,6 +322,10 @@ def test_threads_that_use_a_store_first_at_the_same_time_are_one_peer(monkeypatc
         with Scope(store, timeout=None) as scope:
             assert len(set(map(bytes, put_by_threads(scope)))) == 1
             assert len(attached) == len(store.peers()) == 1
+            stats = scope.stats()
+            assert store.stats().puts == store.stats().misses == stats.puts == 1
+            assert stats.handles == stats.hits + stats.puts == 8 and stats.inline == 0
+        assert is_not_held(store)
         attached.clear()
 
 

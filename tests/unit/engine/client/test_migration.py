@@ -740,7 +740,7 @@ async def test_verdict_that_was_written_over_blames_no_request() -> None:
 class SlowSenders:
     """Holds messages to cores back until `go` is set."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, loses: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.began = asyncio.Event(), asyncio.Event()
         send = CoreSenders.send
 
@@ -748,25 +748,9 @@ class SlowSenders:
             if isinstance(args[1], Submit):
                 self.began.set()
                 await self.go.wait()
-                if loses:
-                    monkeypatch.setattr(CoreSenders, "send", send)
-                    raise GroupLost(503, "core 0.0 #1 died")
             await send(senders, *args)
 
         monkeypatch.setattr(CoreSenders, "send", slow)
-
-
-@in_a_loop
-async def test_first_submit_that_meets_a_dead_core_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with engine() as ([group], client):
-        SlowSenders(monkeypatch, loses=True).go.set()
-        stream = await client.submit([1])
-        assert client.open_requests == 1
-        group.lose()
-        await until(lambda: not client.can_submit)
-        group.serve()
-        group.answer((await group.submitted()).request, [65], FinishReason.STOP)
-        assert await read(stream) == [65]
 
 
 @in_a_loop

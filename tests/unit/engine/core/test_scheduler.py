@@ -46,31 +46,29 @@ def steps(engine_core: Core, count: int) -> None:
 
 
 # ── what runs ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_decodes_go_first_and_prompts_get_what_is_left_of_the_budget() -> None:
-    engine_core = core(budget=16)
+@pytest.mark.parametrize(
+    ("options", "lengths", "counts"),
+    [
+        ({"budget": 16}, (30, 30), [[1, 15, 0], [1, 15, 0], [1, 1, 14], [1, 1, 14], [1, 1, 2]]),
+        (
+            {"slots": 5, "full_step_tokens": 16},
+            (10, 10, 10, 30),
+            [[1, 10, 10, 0, 0], [1, 1, 1, 10, 27], [1, 1, 1, 1, 3]],
+        ),
+    ],
+    ids=["budget", "full step"],
+)
+def test_decodes_go_first_and_prompts_fill_the_rest_of_a_step(
+    options: dict[str, int], lengths: tuple[int, ...], counts: list[list[int]]
+) -> None:
+    engine_core = core(**options)
     engine_core.submit(patient(1, 8))
     steps(engine_core, 1)
-    engine_core.submit(patient(2, 30))
-    engine_core.submit(patient(3, 30))
-    counts = []
-    for _ in range(5):
-        steps(engine_core, 1)
-        counts.append(engine_core.schedule.counts[:3].tolist())
-    assert counts == [[1, 15, 0], [1, 15, 0], [1, 1, 14], [1, 1, 14], [1, 1, 2]]
-    engine_core.drain()
-
-
-def test_full_step_admits_no_more_prompts() -> None:
-    engine_core = core(slots=5, full_step_tokens=16)
-    engine_core.submit(patient(1, 8))
-    steps(engine_core, 1)
-    for number, length in enumerate((10, 10, 10, 30), start=2):
+    for number, length in enumerate(lengths, start=2):
         engine_core.submit(patient(number, length))
-    counts = []
-    for _ in range(3):
+    for expected in counts:
         steps(engine_core, 1)
-        counts.append(engine_core.schedule.counts[:5].tolist())
-    assert counts == [[1, 10, 10, 0, 0], [1, 1, 1, 10, 27], [1, 1, 1, 1, 3]]
+        assert engine_core.schedule.counts[: len(expected)].tolist() == expected
     engine_core.drain()
 
 

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
 from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.messages import (
-    DELTAS,
     ChunkFormat,
     FinishReason,
     Logprobs,
@@ -158,20 +156,6 @@ def test_a_server_that_is_forgotten_is_answered_no_more() -> None:
     assert engine.servers.got[1, 9, 0].text == b"b", "its slot is another one's now"
 
 
-def test_stop_string_ends_only_its_own_sample() -> None:
-    engine = Speaking(depth=2)
-    others = [saying(A, A, A, A, key=(0, 1, which), n=3, stop=("ab",)) for which in (0, 2)]
-    engine.ask(others[0], saying(A, B, key=(0, 1, 1), n=3, stop=("ab",), max_tokens=4), others[1])
-    while not engine.aborts:
-        if not engine.step():
-            engine.hear()
-    (abort,) = engine.aborts
-    assert (abort.server, abort.requests.tolist()) == (0, [1])
-    assert abort.samples is not None and abort.samples.tolist() == [1]
-    engine.finish()
-    assert [engine.servers.got[0, 1, which].text for which in range(3)] == [b"aaaa", b"", b"aaaa"]
-
-
 # ── messages that do not fit ──
 @pytest.mark.parametrize(
     ("tokens", "why"),
@@ -294,26 +278,6 @@ def test_logprobs_of_a_sample_do_not_change_other_samples() -> None:
 
 
 # ── frames ──
-def test_deltas_can_be_encoded() -> None:
-    engine = Speaking()
-    for key, written in (((0, 1, 0), None), ((0, 2, 0), ChunkFormat(Style.CHAT, HEAD))):
-        engine.ask(saying(A, B, EURO, key=key, logprobs=1, stop=("€",)), chunk_format=written)
-    catalogue = Catalogue.of(DELTAS)
-    encoder, decoder, sent = FrameEncoder(catalogue), FrameDecoder(catalogue), 0
-    take = engine.servers.take
-
-    def took(server: int, delta: Any) -> Any:
-        nonlocal sent
-        frame = encoder.encode(delta)
-        sent += 1
-        assert not isinstance(frame, list)
-        return take(server, decoder.decode(bytes(frame)))
-
-    engine.servers.take = took  # type: ignore[method-assign]
-    engine.finish()
-    assert sent == 3 and engine.servers.got[0, 1, 0].end == (FinishReason.STOP, "€")
-
-
 # ── resumed ──
 def resumed(sample: Sample, count: int, chunk_format: ChunkFormat | None = None) -> tuple[Got, Got]:
     """What the whole sample says, and what it said before and after a loss that came after `count` ids."""

@@ -80,39 +80,6 @@ def one_input(**changes: object) -> Inputs:
     return Inputs(**{**columns, **changes})  # type: ignore[arg-type]
 
 
-def joining(prompt: int, chunk: int, computed: int = 0, sample: int = 0) -> BatchState:
-    """Slot 0 decodes; slot 1 has so long a prompt and computes a chunk of it, next to a decode of slot 0."""
-    schedule = running(1)
-    plan = StepBuilder(schedule)
-    plan.join(7, np.arange(prompt, dtype=np.int32), PARAMS, range(6), computed=computed, chunk=chunk, sample=sample)
-    schedule.apply(plan.build(1, 2))
-    return schedule
-
-
-def test_step_that_computes_an_unknown_token_is_refused() -> None:
-    schedule = joining(prompt=30, chunk=28)
-    with pytest.raises(DecodeError, match=r"at most the 30 tokens that are known of slot 1, got 31 at .*counts\[0\]"):
-        schedule.apply(Step(1, 3, advances=Advances(slots(1), ints(3))))
-    with pytest.raises(DecodeError, match="at most the 22 tokens that are known of slot 0, got 23"):
-        schedule.apply(Step(1, 3, advances=Advances(slots(0), ints(2))))
-    schedule.apply(Step(1, 3, advances=Advances(slots(1), ints(2))))
-    assert schedule.sampled.tolist() == [0, 1]
-    with pytest.raises(DecodeError, match=r"expected less than the 20 tokens .*, got 20 at \$\.joined\.computed\[0\]"):
-        joining(prompt=20, chunk=1, computed=20)
-
-
-def test_preempted_row_keeps_known_tokens_and_its_sample() -> None:
-    schedule = joining(prompt=30, chunk=30, sample=3)
-    schedule.apply(Step(1, 3, preempted=slots(1)))
-    assert schedule.known[:2].tolist() == [23, 31] and schedule.sampled.tolist() == [0]
-    assert schedule.samples[:2].tolist() == [0, 3]
-    with pytest.raises(DecodeError, match=r"less than the 31 .* got 31 at \$\.resumed\.computed\[0\]"):
-        schedule.apply(Step(1, 4, resumed=Resumed(slots(1), ints(2), ints(90, 91), ints(31))))
-    resumed = Resumed(slots(1), ints(2), ints(90, 91), ints(16))
-    schedule.apply(Step(1, 4, resumed=resumed, advances=Advances(slots(1), ints(15))))
-    assert schedule.sampled.tolist() == [0, 1] and schedule.known[:2].tolist() == [24, 32]
-
-
 def test_a_step_for_which_the_blocks_do_not_suffice_is_refused_in_time() -> None:
     schedule = running(2)
     for number in range(44):  # 20 + 44 = 4 blocks of 16
@@ -247,6 +214,10 @@ def test_rows_and_counts_read_before_a_step_do_not_change() -> None:
         ),
         (Step(1, 9, resumed=Resumed(slots(0), ints(0), ints())), r"preempted, got 0, running, at \$\.resumed\.slots"),
         (Step(1, 9, resumed=Resumed(slots(3), ints(0), ints())), r"room for 1 tokens in slot 3, got 0 blocks"),
+        (
+            Step(1, 9, resumed=Resumed(slots(3), ints(2), ints(90, 91), ints(21))),
+            r"less than the 21 .* got 21 at \$\.resumed\.computed\[0\]",
+        ),
         (Step(1, 9, appended=Appended(slots(0), ints())), r"expected 1 numbers, got .* at \$\.appended\.blocks"),
         (Step(1, 9, appended=Appended(slots(3), ints(1))), r"running, got 3, preempted, at \$\.appended\.slots\[0\]"),
         (Step(1, 9, appended=Appended(slots(0), ints(1), ints(2))), r"at \$\.appended\.blocks"),

@@ -2,13 +2,12 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import Family, ask, device
+from tests.support.models import BuildFamily, ask, device
 
 # isort: split
 import torch
@@ -25,7 +24,7 @@ NEEDS_CUDA = pytest.mark.skipif(not has_device(), reason="needs a CUDA device: a
 
 @NEEDS_CUDA
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_vl", "qwen3_moe"])
-def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Callable[[str], Family]) -> None:
+def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: BuildFamily) -> None:
     """Mixtures in float32 are computed one expert after the other: they are not recorded, and answered all the same."""
     of = family(name)
     ours = device(of, device="cuda", recorder=CudaGraphs())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import BLOCK_SIZE, VISION, Asked, Family, ask, device, longest, opener, stock_of
+from tests.support.models import BLOCK_SIZE, VISION, Asked, BuildFamily, ask, device, longest, opener, stock_of
 
 # isort: split
 import torch
@@ -78,7 +78,7 @@ def must_be_written_by_nobody(store: Store) -> None:
 @pytest.mark.parametrize(("mode", "times"), [("weights", 2), ("data", 1), ("store", 1)])
 @pytest.mark.parametrize("name", SEEING)
 def test_two_ranks_answer_as_transformers_does(
-    name: str, mode: str, times: int, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    name: str, mode: str, times: int, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks that cut images, with two images in a request, and images that several requests have."""
     store = encodings_store()
@@ -88,9 +88,7 @@ def test_two_ranks_answer_as_transformers_does(
     must_be_written_by_nobody(store)
 
 
-def test_images_of_a_step_are_divided_among_ranks(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_a_step_are_divided_among_ranks(family: BuildFamily, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both encode at the same time: each waits, in its first image, until the other has begun."""
     store = encodings_store()
     of, both = family("llava"), threading.Barrier(2, timeout=30)
@@ -102,7 +100,7 @@ def test_images_of_a_step_are_divided_among_ranks(
 
 @pytest.mark.parametrize("mode", ["weights", "data", "store"])
 def test_an_image_that_one_rank_cannot_encode_fails_on_all(
-    mode: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    mode: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = encodings_store()
     of = family("llava")
@@ -120,7 +118,7 @@ def test_an_image_that_one_rank_cannot_encode_fails_on_all(
 
 
 def test_rank_without_memory_for_a_sent_encoding_fails_it_on_all(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, empty, failing = family("llava"), ImageEncoder.empty, [True]
 
@@ -137,7 +135,7 @@ def test_rank_without_memory_for_a_sent_encoding_fails_it_on_all(
 
 
 def test_an_encoding_is_held_while_a_chunk_of_its_image_is_left(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = encodings_store()
     of, evicted = family("llava"), []
@@ -175,7 +173,7 @@ def test_no_plan_slices_a_vision_encoder(name: str) -> None:
 # ── engines ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("name", SEEING)
 def test_an_engine_encodes_nothing_that_another_has_encoded(
-    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    name: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = encodings_store()
     of, encoder = family(name), counted(monkeypatch)
@@ -189,7 +187,7 @@ def test_an_engine_encodes_nothing_that_another_has_encoded(
 
 
 def test_engines_that_need_the_same_images_at_once_encode_each_once(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both meet in their first images, which are not the same: the later one has gone on to the next."""
     store = encodings_store()
@@ -205,7 +203,7 @@ def test_engines_that_need_the_same_images_at_once_encode_each_once(
 
 
 def test_an_image_that_another_engine_cannot_encode_is_tried_again(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = encodings_store()
     of, has_begun = family("llava"), threading.Event()
@@ -228,7 +226,7 @@ def test_an_image_that_another_engine_cannot_encode_is_tried_again(
 
 
 def test_an_image_is_encoded_once_more_when_its_writer_takes_too_long(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)
@@ -247,7 +245,7 @@ def test_an_image_is_encoded_once_more_when_its_writer_takes_too_long(
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_encodings_without_room_in_the_store_stay_with_their_engine(
-    size: int, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    size: int, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)
@@ -257,7 +255,7 @@ def test_encodings_without_room_in_the_store_stay_with_their_engine(
 
 
 def test_an_encoding_of_another_model_has_another_key(
-    family: Callable[[str], Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: BuildFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another fine-tune of the shape, or another dtype. A copy of the model has the same keys."""
     store = encodings_store()
@@ -281,7 +279,7 @@ def test_an_encoding_of_another_model_has_another_key(
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_encoding_counts_once_as_a_hit_or_a_miss(
-    size: int, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    size: int, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many ranks view it. The second engine finds all; the cache of prefixes needs some images never again."""
     store = encodings_store()
@@ -296,7 +294,7 @@ def test_an_encoding_counts_once_as_a_hit_or_a_miss(
         hits = stats.hits
 
 
-def test_an_image_without_a_key_is_broadcast(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_without_a_key_is_broadcast(family: BuildFamily, monkeypatch: pytest.MonkeyPatch) -> None:
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)
     prompt, inputs, tokens = of.requests[1]
@@ -307,9 +305,7 @@ def test_an_image_without_a_key_is_broadcast(family: Callable[[str], Family], mo
     assert encoder.keys == [None] and not store.stats().items
 
 
-def test_an_encoding_in_the_store_needs_no_image(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_encoding_in_the_store_needs_no_image(family: BuildFamily, monkeypatch: pytest.MonkeyPatch) -> None:
     store = encodings_store()
     of = family("llava")
     ask(device(of, blocks=64, encoder=options("store", store)), [of.requests[1]])
@@ -345,7 +341,7 @@ def _die_while_encoding(path: str, images: str, ticket: str, prompt: list[int], 
 
 
 def test_an_engine_that_waits_for_a_dead_one_encodes_by_itself(
-    family: Callable[[str], Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: BuildFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)

@@ -1,12 +1,11 @@
 """Requests of any length up to the model's: what the device keeps of them grows while others join, wait and leave."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import BLOCK_SIZE, WORDS, Asked, Family, ask, device, must_be_greedy
+from tests.support.models import BLOCK_SIZE, WORDS, Asked, BuildFamily, ask, device, must_be_greedy
 
 # isort: split
 from penstock.engine.worker import paged_attention
@@ -32,7 +31,7 @@ def random_requests(seed: int, limit: int = MAX_LENGTH) -> list[Asked]:
     return requests
 
 
-def test_requests_join_after_an_answer_that_grew_past_the_table(family: Callable[..., Family]) -> None:
+def test_requests_join_after_an_answer_that_grew_past_the_table(family: BuildFamily) -> None:
     of = family("llama")
     requests = [Asked([5] * 200, [], 100), Asked([6, 7], []), Asked([8] * 300, []), Asked([9], [])]
     must_be_greedy(of.path, requests, ask(device(of, blocks=128), requests, slots=1, budget=256).answers)
@@ -40,7 +39,7 @@ def test_requests_join_after_an_answer_that_grew_past_the_table(family: Callable
 
 @pytest.mark.parametrize("kind", ["native", "gathered"])
 def test_random_lengths_are_answered_as_by_transformers(
-    kind: str, family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch, seed: int
+    kind: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """With joins, preemption and prefix hits in between; however the rows that compute one token attend."""
     if kind == "gathered":
@@ -54,7 +53,7 @@ def test_random_lengths_are_answered_as_by_transformers(
 
 
 @tiers.needs_all
-def test_two_ranks_answer_random_lengths_as_transformers_does(family: Callable[..., Family], seed: int) -> None:
+def test_two_ranks_answer_random_lengths_as_transformers_does(family: BuildFamily, seed: int) -> None:
     of = family("llama", max_position_embeddings=MAX_LENGTH)
     requests = random_requests(seed, 600)
     first, second = answers_of_threads(2, of, requests, blocks=600 // BLOCK_SIZE + 8, budget=100)

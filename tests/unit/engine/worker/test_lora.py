@@ -3,14 +3,14 @@
 import gc
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import Asked, Family, Told, ask, device
+from tests.support.models import Asked, BuildFamily, Family, Told, ask, device
 
 # isort: split
 import numpy as np
@@ -49,9 +49,7 @@ def turns(adapters: Sequence[Adapter]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_adapters_in_one_batch_answer_as_merged_weights(
-    name: str, family: Callable[[str], Family], tmp_path: Path
-) -> None:
+def test_adapters_in_one_batch_answer_as_merged_weights(name: str, family: BuildFamily, tmp_path: Path) -> None:
     """In chunks, beside rows without an adapter, and after preemption."""
     of = family(name)
     adapters = two_adapters(of, tmp_path)
@@ -62,9 +60,7 @@ def test_adapters_in_one_batch_answer_as_merged_weights(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_ranks_answer_with_adapters_as_merged_weights(
-    name: str, family: Callable[[str], Family], tmp_path: Path
-) -> None:
+def test_ranks_answer_with_adapters_as_merged_weights(name: str, family: BuildFamily, tmp_path: Path) -> None:
     of = family(name)
     adapters = two_adapters(of, tmp_path)
     requests = of.requests[2:6]
@@ -73,7 +69,7 @@ def test_ranks_answer_with_adapters_as_merged_weights(
     must_answer_as_merged(of, adapters, first, requests)
 
 
-def test_patterns_of_ranks_and_alphas_are_honoured(family: Callable[[str], Family], tmp_path: Path) -> None:
+def test_patterns_of_ranks_and_alphas_are_honoured(family: BuildFamily, tmp_path: Path) -> None:
     of = family("llama")
     patterns = {"rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 5}, "alpha_pattern": {"self_attn.k_proj": 1}}
     adapter = write_adapter(tmp_path / "patterns", of.path, 3, **patterns)
@@ -82,7 +78,7 @@ def test_patterns_of_ranks_and_alphas_are_honoured(family: Callable[[str], Famil
     assert result.answers == merged_answers(of, adapter, requests) != merged_answers(of, None, requests)
 
 
-def test_resumed_answer_goes_on_with_its_adapter(family: Callable[[str], Family], tmp_path: Path) -> None:
+def test_resumed_answer_goes_on_with_its_adapter(family: BuildFamily, tmp_path: Path) -> None:
     of = family("llama")
     adapters = two_adapters(of, tmp_path)
     whole = ask(device(of, adapters=adapters), of.requests, adapters=turns(adapters))
@@ -91,7 +87,7 @@ def test_resumed_answer_goes_on_with_its_adapter(family: Callable[[str], Family]
     assert [[*before, *after] for before, after in zip(resumed, rest.answers, strict=True)] == whole.answers
 
 
-def test_prefix_is_shared_within_an_adapter_only(family: Callable[[str], Family], tmp_path: Path) -> None:
+def test_prefix_is_shared_within_an_adapter_only(family: BuildFamily, tmp_path: Path) -> None:
     of = family("llama")
     adapters = two_adapters(of, tmp_path)
     ours, request = device(of, blocks=64, adapters=adapters), of.requests[-1]
@@ -100,9 +96,7 @@ def test_prefix_is_shared_within_an_adapter_only(family: Callable[[str], Family]
     assert ask(ours, [request] * 3, slots=1, adapters=[adapters[0].digest]).cached_tokens > 0
 
 
-def test_hash_of_an_adapter_is_of_its_content_and_not_of_its_name(
-    family: Callable[[str], Family], tmp_path: Path
-) -> None:
+def test_hash_of_an_adapter_is_of_its_content_and_not_of_its_name(family: BuildFamily, tmp_path: Path) -> None:
     of = family("llama")
     first, renamed, other = (
         write_adapter(tmp_path / name, of.path, seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))
@@ -112,7 +106,7 @@ def test_hash_of_an_adapter_is_of_its_content_and_not_of_its_name(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_without_adapter_have_the_same_bits_beside_adapters(
-    dtype: str, family: Callable[[str], Family], tmp_path: Path
+    dtype: str, family: BuildFamily, tmp_path: Path
 ) -> None:
     of = family("llama")
     adapters = two_adapters(of, tmp_path)
@@ -124,7 +118,7 @@ def test_rows_without_adapter_have_the_same_bits_beside_adapters(
     assert beside.answers[1] != alone.answers[1]
 
 
-def test_adapter_answers_the_same_bits_alone_and_in_company(family: Callable[[str], Family], tmp_path: Path) -> None:
+def test_adapter_answers_the_same_bits_alone_and_in_company(family: BuildFamily, tmp_path: Path) -> None:
     of = family("llama")
     adapters = two_adapters(of, tmp_path)
     options: dict[str, Any] = {"blocks": 64, "dtype": "bfloat16", "adapters": adapters}
@@ -134,9 +128,7 @@ def test_adapter_answers_the_same_bits_alone_and_in_company(family: Callable[[st
     assert (beside.answers[1], beside.logprobs[1]) == (alone.answers[0], alone.logprobs[0])
 
 
-def test_products_are_the_model_s_own_after_a_step_with_adapters(
-    family: Callable[[str], Family], tmp_path: Path
-) -> None:
+def test_products_are_the_model_s_own_after_a_step_with_adapters(family: BuildFamily, tmp_path: Path) -> None:
     of = family("llama")
     ours = device(of, adapters=two_adapters(of, tmp_path))
     decoder = ours._model.stock.get_decoder()
@@ -152,7 +144,7 @@ def test_products_are_the_model_s_own_after_a_step_with_adapters(
     assert computations() == before
 
 
-def test_changed_adapter_is_left_out_and_named_by_a_worker(family: Callable[[str], Family], tmp_path: Path) -> None:
+def test_changed_adapter_is_left_out_and_named_by_a_worker(family: BuildFamily, tmp_path: Path) -> None:
     of = family("llama")
     adapter, other = write_adapter(tmp_path / "sql", of.path, 1), write_adapter(tmp_path / "poems", of.path, 2)
     path = tmp_path / "sql" / SETTINGS
@@ -166,7 +158,7 @@ def test_changed_adapter_is_left_out_and_named_by_a_worker(family: Callable[[str
 
 @pytest.mark.parametrize("fault", ["read_adapter", "_together", "set_adapter"])
 def test_worker_goes_on_without_an_adapter_that_it_cannot_load(
-    fault: str, family: Callable[[str], Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, family: BuildFamily, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for a dtype that safetensors' module for torch does not know, or a device without room."""
     of = family("llama")
@@ -186,7 +178,7 @@ def test_worker_goes_on_without_an_adapter_that_it_cannot_load(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_adapters_come_and_go_between_steps(name: str, family: Callable[[str], Family], tmp_path: Path) -> None:
+def test_adapters_come_and_go_between_steps(name: str, family: BuildFamily, tmp_path: Path) -> None:
     """In native layers, and in modules; numbers are used again."""
     of = family(name)
     first, second = two_adapters(of, tmp_path)
@@ -205,7 +197,7 @@ def test_adapters_come_and_go_between_steps(name: str, family: Callable[[str], F
     assert ours.adapters == ()
 
 
-def test_adapter_that_is_unloaded_gives_its_memory_back(family: Callable[[str], Family], tmp_path: Path) -> None:
+def test_adapter_that_is_unloaded_gives_its_memory_back(family: BuildFamily, tmp_path: Path) -> None:
     of = family("llama")
     (adapter, _), ours = two_adapters(of, tmp_path), device(of, adapters=())
     assert ours._model.adapters is not None

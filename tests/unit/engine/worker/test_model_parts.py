@@ -4,7 +4,6 @@ import json
 import math
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import Family, batch_of_rows, build_family, device
+from tests.support.models import BuildFamily, batch_of_rows, build_family, device
 
 # isort: split
 import torch
@@ -228,7 +227,7 @@ def test_patch_convolution_is_computed_as_a_product() -> None:
         layer(torch.randn(6, 3, 2, 4, 8))
 
 
-def test_step_without_images_releases_encodings_of_whole_images(family: Callable[[str], Family]) -> None:
+def test_step_without_images_releases_encodings_of_whole_images(family: BuildFamily) -> None:
     """The encoding of an image with tokens left is held for one more step."""
     images = device(family("llava"))._images
     assert images is not None

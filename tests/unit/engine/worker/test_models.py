@@ -15,14 +15,13 @@ in every tier. So are videos of all families that take them, and what qwen3_vl a
 `test_videos_of_models.py`.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import TEXT, Asked, Family, Shown, ask, build_family, device, families, opener
+from tests.support.models import TEXT, Asked, BuildFamily, Shown, ask, build_family, device, families, opener
 
 # isort: split
 import torch
@@ -39,7 +38,7 @@ from penstock.tensor import Handle
 
 
 @pytest.mark.parametrize("name", families())
-def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
+def test_greedy_answers_are_those_of_transformers(name: str, family: BuildFamily) -> None:
     """In chunks, in batches that others join and leave, after preemption, and from blocks that others have filled."""
     of = family(name)
     assert len({tuple(answer) for answer in of.answers}) == len(of.answers), "these prompts show nothing"
@@ -50,16 +49,14 @@ def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[s
 
 
 @pytest.mark.parametrize("name", families("llama", "gemma2", "mistral"))
-def test_rows_that_are_gathered_answer_alike(
-    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_that_are_gathered_answer_alike(name: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch) -> None:
     """As other devices do it, and types that the native core does not know."""
     monkeypatch.setattr(paged_attention, "CPU_DTYPES", ())
     of = family(name)
     assert ask(device(of), of.requests).answers == of.answers
 
 
-def test_seeded_answer_is_the_same_alone_and_in_a_batch(family: Callable[[str], Family]) -> None:
+def test_seeded_answer_is_the_same_alone_and_in_a_batch(family: BuildFamily) -> None:
     of = family("mistral")
     together = ask(device(of), of.requests, seed=5)
     assert together.preemptions > 0
@@ -71,9 +68,7 @@ def test_seeded_answer_is_the_same_alone_and_in_a_batch(family: Callable[[str], 
 
 @pytest.mark.parametrize("name", families())
 @pytest.mark.parametrize("seed", [None, 5], ids=["greedy", "seeded"])
-def test_resumed_answer_equals_the_answer_without_a_loss(
-    name: str, seed: int | None, family: Callable[[str], Family]
-) -> None:
+def test_resumed_answer_equals_the_answer_without_a_loss(name: str, seed: int | None, family: BuildFamily) -> None:
     of = family(name)
     whole = ask(device(of), of.requests, seed=seed, logprobs=2)
     counts = [at % (request.tokens - 1) for at, request in enumerate(of.requests)]
@@ -86,7 +81,7 @@ def test_resumed_answer_equals_the_answer_without_a_loss(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
-def test_logits_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
+def test_logits_are_those_of_transformers(name: str, family: BuildFamily) -> None:
     """Capped, too, where they are: the likeliest token does not show it."""
     of = family(name)
     reference = transformers.AutoModelForCausalLM.from_pretrained(of.path)
@@ -104,9 +99,7 @@ def test_a_model_that_sees_may_have_the_text_of_each_family(text: str, tmp_path:
 
 # ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl", "idefics3"])
-def test_an_image_is_encoded_once_and_is_seen(
-    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_is_encoded_once_and_is_seen(name: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch) -> None:
     of = family(name)
     fetched: list[bytes] = []
     monkeypatch.setattr(ImageEncoder, "encode", _counting(ImageEncoder.encode, fetched))
@@ -131,14 +124,14 @@ def _counting(encode: Any, calls: list[Any]) -> Any:
     return counted
 
 
-def test_full_cache_of_encodings_evicts_for_the_next_image(family: Callable[[str], Family]) -> None:
+def test_full_cache_of_encodings_evicts_for_the_next_image(family: BuildFamily) -> None:
     of = family("llava")
     ours = device(of, encoder=EncoderOptions(cache_nbytes=1))
     assert ask(ours, of.requests).answers == of.answers
     assert ours._images is not None and len(ours._images._encoded) == 1
 
 
-def test_missing_image_fails_only_its_own_request(family: Callable[[str], Family]) -> None:
+def test_missing_image_fails_only_its_own_request(family: BuildFamily) -> None:
     of = family("qwen2_vl")
     gone = of.requests[1].inputs[0][0]
 
@@ -153,7 +146,7 @@ def test_missing_image_fails_only_its_own_request(family: Callable[[str], Family
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
-def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family: Callable[[str], Family]) -> None:
+def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family: BuildFamily) -> None:
     of = family(name)
     opened: list[bytes | None] = []
 
@@ -171,7 +164,7 @@ def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family
     assert again.answers == [of.answers[1]] and len(opened) == (3 if name == "qwen2_vl" else 2)
 
 
-def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[str], Family]) -> None:
+def test_an_image_without_a_key_is_kept_for_its_request_alone(family: BuildFamily) -> None:
     of = family("llava")
     prompt, inputs, _ = of.requests[2]
     value = of.images[inputs[0][0]]
@@ -193,9 +186,7 @@ def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[
     assert not ours._images._encoded and not ours._images._nbytes
 
 
-def test_request_fails_if_another_rank_misses_its_image(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_request_fails_if_another_rank_misses_its_image(family: BuildFamily, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("llava", "qwen2_vl"):
         of = family(name)
         ours = device(of, blocks=64)
@@ -205,7 +196,7 @@ def test_request_fails_if_another_rank_misses_its_image(
         assert result.answers[0] == of.answers[0]
 
 
-def test_request_with_malformed_image_tensors_fails_alone(family: Callable[[str], Family]) -> None:
+def test_request_with_malformed_image_tensors_fails_alone(family: BuildFamily) -> None:
     of = family("qwen2_vl")
     key = of.requests[1].inputs[0][0]
     right = of.images[key]
@@ -223,7 +214,7 @@ def test_request_with_malformed_image_tensors_fails_alone(family: Callable[[str]
         assert result.answers[0] == of.answers[0]
 
 
-def test_request_fails_if_its_placeholder_is_shorter_than_the_image(family: Callable[[str], Family]) -> None:
+def test_request_fails_if_its_placeholder_is_shorter_than_the_image(family: BuildFamily) -> None:
     of = family("llava")
     prompt, inputs, _ = of.requests[1]
     key, position, length = inputs[0]

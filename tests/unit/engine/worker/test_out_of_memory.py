@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import Family, ask, device
+from tests.support.models import BuildFamily, ask, device
 
 # isort: split
 import torch
@@ -18,7 +18,7 @@ from penstock.engine.worker.model_runner import ModelRunner
 
 
 @pytest.fixture
-def runner(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+def runner(family: BuildFamily, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     """A runner with the control flow of a CUDA device. The CPU computes the steps."""
     runner = device(family("llama"))
     state = SimpleNamespace(forgotten=0)
@@ -53,7 +53,7 @@ def compute_except(runner: ModelRunner, failing: set[int]) -> Callable[..., Any]
 
 
 def test_requests_of_a_step_without_memory_fail_and_others_are_answered(
-    runner: ModelRunner, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = family("llama").requests
     monkeypatch.setattr(runner, "_compute_on_cuda", compute_except(runner, {4}))
@@ -68,7 +68,7 @@ def test_requests_of_a_step_without_memory_fail_and_others_are_answered(
 
 @pytest.mark.parametrize("failing", [{4, 5}, {2, 5}], ids=["the next one was on its way", "not in a row"])
 def test_two_steps_without_memory_end_no_worker(
-    failing: set[int], runner: ModelRunner, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    failing: set[int], runner: ModelRunner, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_compute_on_cuda", compute_except(runner, failing))
     result = ask(runner, family("llama").requests)
@@ -77,7 +77,7 @@ def test_two_steps_without_memory_end_no_worker(
 
 
 def test_third_step_in_a_row_without_memory_ends_the_worker(
-    runner: ModelRunner, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_compute_on_cuda", compute_except(runner, {4, 5, 6}))
     with pytest.raises(MemoryError, match="--gpu-memory-utilization"):

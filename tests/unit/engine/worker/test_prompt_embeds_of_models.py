@@ -1,12 +1,11 @@
 """Prompts that are embeddings: those of a text's own ids are answered as the ids are, token for token."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import BLOCK_SIZE, Asked, Family, Shown, ask, device, families, opener
+from tests.support.models import BLOCK_SIZE, Asked, BuildFamily, Family, Shown, ask, device, families, opener
 
 # isort: split
 import torch
@@ -43,7 +42,7 @@ def taking(of: Family, **options: Any) -> ModelRunner:
 
 
 @pytest.mark.parametrize("name", families("llama", "gemma2", "gemma3_text", "mixtral", "qwen2_vl", "qwen3_vl"))
-def test_embeds_of_ids_are_answered_as_the_ids_are(name: str, family: Callable[[str], Family]) -> None:
+def test_embeds_of_ids_are_answered_as_the_ids_are(name: str, family: BuildFamily) -> None:
     """In chunks of prefill, in batches with others, after preemption, and from blocks that others have filled."""
     of = embedded(family(name))
     result = ask(taking(of), [*of.requests, *of.requests])
@@ -52,19 +51,19 @@ def test_embeds_of_ids_are_answered_as_the_ids_are(name: str, family: Callable[[
 
 
 @pytest.mark.parametrize("name", families("llama", "gemma2"))
-def test_embeds_are_answered_alike_by_two_ranks(name: str, family: Callable[[str], Family]) -> None:
+def test_embeds_are_answered_alike_by_two_ranks(name: str, family: BuildFamily) -> None:
     of = embedded(family(name))
     assert answers_of_threads(2, of, of.requests[:4], takes_embeds=True) == [of.answers[:4]] * 2
 
 
-def test_embeds_and_ids_share_a_batch(family: Callable[[str], Family]) -> None:
+def test_embeds_and_ids_share_a_batch(family: BuildFamily) -> None:
     plain = family("llama")
     of = embedded(plain)
     mixed = [request for pair in zip(plain.requests, of.requests, strict=True) for request in pair]
     assert ask(taking(of, blocks=64), mixed).answers == [answer for answer in of.answers for _ in range(2)]
 
 
-def test_blocks_are_shared_by_equal_embeds_alone(family: Callable[[str], Family]) -> None:
+def test_blocks_are_shared_by_equal_embeds_alone(family: BuildFamily) -> None:
     of = embedded(family("llama"))
     longest = max(of.requests, key=lambda request: len(request.prompt))
     ((key, *place),) = longest.inputs
@@ -75,7 +74,7 @@ def test_blocks_are_shared_by_equal_embeds_alone(family: Callable[[str], Family]
     assert result.cached_tokens == (len(longest.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
 
 
-def test_embeds_are_opened_once_for_all_chunks_of_a_prompt(family: Callable[[str], Family]) -> None:
+def test_embeds_are_opened_once_for_all_chunks_of_a_prompt(family: BuildFamily) -> None:
     of = embedded(family("llama"))
     longest = max(of.requests, key=lambda request: len(request.prompt))
     opened: list[Any] = []
@@ -89,7 +88,7 @@ def test_embeds_are_opened_once_for_all_chunks_of_a_prompt(family: Callable[[str
 
 
 @pytest.mark.parametrize("sent", [torch.float32, torch.float16, torch.bfloat16])
-def test_embeds_are_cast_to_the_dtype_of_the_model(sent: torch.dtype, family: Callable[..., Family]) -> None:
+def test_embeds_are_cast_to_the_dtype_of_the_model(sent: torch.dtype, family: BuildFamily) -> None:
     plain = family("llama", dtype=torch.bfloat16)
     of, items = embedded(plain, torch.bfloat16), {}
     for key, value in of.images.items():
@@ -111,7 +110,7 @@ def test_embeds_are_cast_to_the_dtype_of_the_model(sent: torch.dtype, family: Ca
     ],
     ids=["hidden size", "tokens", "dimensions", "NaN", "infinite"],
 )
-def test_embeds_that_do_not_fit_fail_alone(wrong: torch.Tensor, family: Callable[[str], Family]) -> None:
+def test_embeds_that_do_not_fit_fail_alone(wrong: torch.Tensor, family: BuildFamily) -> None:
     of = embedded(family("llama"))
     key = of.requests[0].inputs[0][0]
     result = ask(taking(of, open_handle=opener({**of.images, key: {EMBEDS: wrong}})), of.requests[:2])
@@ -119,7 +118,7 @@ def test_embeds_that_do_not_fit_fail_alone(wrong: torch.Tensor, family: Callable
     assert result.answers[1] == of.answers[1]
 
 
-def test_embeds_beyond_the_dtype_of_the_model_do_not_fit(family: Callable[..., Family]) -> None:
+def test_embeds_beyond_the_dtype_of_the_model_do_not_fit(family: BuildFamily) -> None:
     of = embedded(family("llama"))
     key = of.requests[0].inputs[0][0]
     large = {**of.images, key: {EMBEDS: torch.full((1, 64), 1e5)}}
@@ -128,7 +127,7 @@ def test_embeds_beyond_the_dtype_of_the_model_do_not_fit(family: Callable[..., F
     }
 
 
-def test_penalties_count_no_id_of_embeds(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_penalties_count_no_id_of_embeds(family: BuildFamily, monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[list[int]] = []
     join = Sampler.join
 

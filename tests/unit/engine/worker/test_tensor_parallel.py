@@ -1,14 +1,13 @@
 """A model on several ranks answers as transformers does, token for token, however few heads there are to share."""
 
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import TEXT, Family, device, families
+from tests.support.models import TEXT, BuildFamily, device, families
 
 # isort: split
 from penstock.engine import _native
@@ -30,20 +29,20 @@ UNEVEN = [  # so that some ranks have zeros: of the first, two and one of the th
 ]
 
 
-def test_two_processes_answer_like_one(family: Callable[..., Family], tmp_path: Path) -> None:
+def test_two_processes_answer_like_one(family: BuildFamily, tmp_path: Path) -> None:
     """Both plan the same steps, and both know what was sampled, as rank 0 chose. For how models differ, threads do."""
     ranks_must_answer(2, [family(name) for name in ("llama", "mixtral", "qwen2_vl")], tmp_path, slice(1, 4))
 
 
 @pytest.mark.parametrize(("size", "name", "changes"), EVEN + HALVES + UNEVEN)
 def test_ranks_answer_like_one_however_few_heads_and_columns_there_are(
-    size: int, name: str, changes: dict[str, int], family: Callable[..., Family]
+    size: int, name: str, changes: dict[str, int], family: BuildFamily
 ) -> None:
     threads_must_answer(size, family(name, **changes))
 
 
 @pytest.mark.parametrize("name", families(*TEXT))
-def test_layers_of_ranks_are_one_native_call(name: str, family: Callable[..., Family]) -> None:
+def test_layers_of_ranks_are_one_native_call(name: str, family: BuildFamily) -> None:
     ranks = Threads(0, [None, None], threading.Barrier(1), shared_memory(2))
     has_experts = name in ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
     is_native = not has_experts and _native.linear_kernel() in FLOAT32_KERNELS
@@ -52,7 +51,7 @@ def test_layers_of_ranks_are_one_native_call(name: str, family: Callable[..., Fa
 
 
 @pytest.mark.parametrize(("name", "changes"), [("llama", {}), ("qwen2_vl", {}), ("llama", {"hidden_size": 72})])
-def test_ranks_answer_in_bfloat16(name: str, changes: dict[str, int], family: Callable[..., Family]) -> None:
+def test_ranks_answer_in_bfloat16(name: str, changes: dict[str, int], family: BuildFamily) -> None:
     """Linear layers are packed then. Rounding may change answers, so the first log-probabilities are compared."""
     of = family(name, **changes)
     requests = of.requests[:2]

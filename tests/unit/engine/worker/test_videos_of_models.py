@@ -2,13 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import Asked, Family, Shown, ask, device, made_with_videos, opener
+from tests.support.models import Asked, BuildFamily, Shown, ask, device, made_with_videos, opener
 
 # isort: split
 import torch
@@ -24,12 +23,12 @@ from tests.support.ranks import answers_of_threads
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+def family(tmp_path_factory: pytest.TempPathFactory) -> BuildFamily:
     return functools.cache(lambda name: made_with_videos(name, tmp_path_factory.mktemp(name)))
 
 
 @pytest.mark.parametrize("name", VIDEO)
-def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
+def test_greedy_answers_are_those_of_transformers(name: str, family: BuildFamily) -> None:
     """In chunks, in batches that others join and leave, after preemption, and from blocks that others have filled."""
     of = family(name)
     assert len({tuple(answer) for answer in of.answers}) == len(of.answers), "these prompts show nothing"
@@ -47,7 +46,7 @@ PUSHED = (("smolvlm", "weights"), ("qwen2_5_vl", "data"), ("qwen3_vl", "store"))
     [pair for pair in itertools.product(VIDEO, ("weights", "data", "store")) if tiers.TIER != "push" or pair in PUSHED],
 )
 def test_two_ranks_answer_as_transformers_does(
-    name: str, mode: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    name: str, mode: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, keys, encode = family(name), list[bytes | None](), ImageEncoder.encode
 
@@ -64,7 +63,7 @@ def test_two_ranks_answer_as_transformers_does(
 
 @pytest.mark.parametrize("name", VIDEO)
 def test_a_long_video_is_encoded_in_parts_as_its_tokens_are_computed(
-    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    name: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each part once, by one of two ranks; no step encodes the whole video."""
     of, calls, encode = family(name), list[tuple[bytes | None, Any]](), ImageEncoder.encode
@@ -96,7 +95,7 @@ def test_a_long_video_is_encoded_in_parts_as_its_tokens_are_computed(
 
 
 def test_parts_of_a_video_without_a_key_are_kept_for_its_request_alone(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vision_encoder, "MAX_TOKENS", 4)
     of = family("qwen2_5_vl")
@@ -110,7 +109,7 @@ def test_parts_of_a_video_without_a_key_are_kept_for_its_request_alone(
 
 
 @pytest.mark.parametrize("name", VIDEO)
-def test_a_video_is_seen_and_found_by_its_key(name: str, family: Callable[[str], Family]) -> None:
+def test_a_video_is_seen_and_found_by_its_key(name: str, family: BuildFamily) -> None:
     of = family(name)
     request, expected = of.requests[0], of.answers[0]
     result = ask(device(of, blocks=64), [request, request], slots=1)
@@ -125,7 +124,7 @@ def test_a_video_is_seen_and_found_by_its_key(name: str, family: Callable[[str],
     assert result.cached_tokens <= position
 
 
-def test_a_video_that_does_not_fit_the_model_fails_alone(family: Callable[[str], Family]) -> None:
+def test_a_video_that_does_not_fit_the_model_fails_alone(family: BuildFamily) -> None:
     of = family("qwen2_5_vl")
     key = of.requests[0].inputs[0][0]
     right = of.images[key]
@@ -141,7 +140,7 @@ def test_a_video_that_does_not_fit_the_model_fails_alone(family: Callable[[str],
         assert result.answers[1] == of.answers[4]
 
 
-def test_an_encoding_of_qwen3_vl_has_vectors_for_its_first_layers(family: Callable[[str], Family]) -> None:
+def test_an_encoding_of_qwen3_vl_has_vectors_for_its_first_layers(family: BuildFamily) -> None:
     of = family("qwen3_vl")
     ours = device(of)
     assert ours._images is not None

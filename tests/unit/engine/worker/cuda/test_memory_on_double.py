@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import Family, ask, device
+from tests.support.models import BuildFamily, ask, device
 
 # isort: split
 from tests.support.interpreter import require_interpreter
@@ -42,7 +42,7 @@ def failures(double: CudaDouble, places: range) -> Iterator[int]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
 def test_allocation_that_fails_ends_no_worker_and_changes_no_answer(
-    name: str, family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch
+    name: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps run without graphs, which have no allocation. Requests of the step fail; the same runner goes on."""
     of = family(name, num_hidden_layers=1)
@@ -66,7 +66,7 @@ def test_allocation_that_fails_ends_no_worker_and_changes_no_answer(
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_vl"])
 def test_request_without_room_is_refused_before_weights_are_read(
-    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    name: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = family(name)
     model = OnDouble(of, monkeypatch).runner._model
@@ -79,7 +79,7 @@ def test_request_without_room_is_refused_before_weights_are_read(
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
 def test_bytes_held_are_at_most_the_share_of_the_device(
-    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    name: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With as many blocks as there is room for: weights, cache, graphs, steps with log-probabilities and penalties."""
     of = family(name)
