@@ -24,7 +24,7 @@ from penstock.engine.cluster.node_weights import WeightFile
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.lora import Adapter
-from penstock.engine.protocol.messages import AdapterChange, AdapterState, FinishReason, Ints, Step
+from penstock.engine.protocol.messages import AdapterChange, AdapterState, FinishReason, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_decoder import AdapterRun
@@ -329,7 +329,7 @@ class ModelRunner:
             for slot in step.left.tolist():
                 if self._sampler is not None:
                     self._sampler.leave(slot)
-                if self._images is not None:
+                if self._images is not None and slot in self._images.by_slot:
                     self._images.leave(slot)
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
@@ -344,14 +344,14 @@ class ModelRunner:
         if params is not None and params.prompt_logprobs is not None and not generated.size:
             self._prompts.join(slot, params.prompt_logprobs)
         text = prompt
-        rope_offsets: Index | Ints = NOTHING
-        if self._images is not None:
+        if self._images is not None and batch.inputs[slot]:
             self._images.join(slot, prompt, batch.inputs[slot])
-            text, rope_offsets = self._images.ids_of_text(slot, prompt), self._images.offsets(slot)
+            text = self._images.ids_of_text(slot, prompt)
         self._prompt_lengths[slot] = prompt.size
         if self._model.adapters is not None:
             self._adapters[slot] = self._model.adapters.number_of(batch.adapters.get(slot))
         if self._cuda is not None:
+            rope_offsets = NOTHING if self._images is None else self._images.offsets(slot)
             self._cuda.join(slot, batch, text, rope_offsets)
             return
         if self._sampler is not None and params is not None:
@@ -361,7 +361,11 @@ class ModelRunner:
 
     def _positions(self, input_batch: InputBatch) -> Index:
         """Returns the positions of the step's tokens, as the rotary embedding takes them."""
-        positions = input_batch.positions if self._images is None else self._images.positions(input_batch)
+        positions: Index = input_batch.positions
+        if self._images is not None and self._images.by_slot:
+            positions = self._images.positions(input_batch)
+        elif self._images is not None and self._images.num_position_axes > 1:  # alike for text
+            positions = np.tile(positions, (self._images.num_position_axes, 1))
         if self.max_short_prompt is None:
             return positions
         return rope.mark_long(positions, input_batch, self._prompt_lengths[input_batch.rows], self.max_short_prompt)
@@ -378,7 +382,7 @@ class ModelRunner:
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
         positions, embeds = torch.from_numpy(self._positions(input_batch)), None
         failed: dict[int, FinishReason] = {}
-        if self._images is not None:
+        if self._images is not None and self._images.by_slot:
             embeds, failed = self._images.embeds(input_batch, ids)
         paged = PagedAttention(self._memory, input_batch, self._device)
         return self._model.hidden(paged, ids, positions, embeds, self._runs(input_batch), read), failed
