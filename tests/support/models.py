@@ -458,9 +458,9 @@ def ask(
 
 
 def _sampled_logprobs(sampled: Any, rows: int) -> list[float]:
-    logprobs = LogprobRows.read(sampled.logprobs, rows)
-    if logprobs is None:
+    if sampled.logprobs is None:
         return [0.0] * rows
+    logprobs = LogprobRows.read(sampled.logprobs, rows)
     starts = np.cumsum(logprobs.counts) - logprobs.counts
     values = np.zeros(rows)
     values[logprobs.counts > 0] = sampled.logprobs.values[starts[logprobs.counts > 0]]

@@ -48,8 +48,6 @@ class Blame:
 
     def require_no_quarantine(self, submitted: SubmittedRequest) -> None:
         """Raises EngineError for a request with a prompt that has been convicted lately."""
-        if self._ledger.quarantine.is_empty:
-            return
         key = quarantine_key(submitted.first)
         left = [] if key is None else self._ledger.quarantine.seconds_left(key)
         if left:

@@ -95,11 +95,11 @@ class Client:
         self._deltas = cluster.servers[index].open_async_receiver(name=name)
         self._cores = CoreSenders(cluster, self._me)
         self._board = StatusBoard(cluster.board)
-        self._rows = self._board.rows
+        self._rows, self._cluster_row = self._board.rows, self._board.cluster
         self._verdicts = VerdictBoard(cluster.verdicts)
         self.counters = [MigrationCounters() for _ in cluster.inboxes] if counters is None else counters
-        ledger = BlameLedger(cluster.blame, cluster.config.api_server_count, index)
-        self._blame = Blame(ledger, self._board, self.counters)
+        self._ledger = BlameLedger(cluster.blame, cluster.config.api_server_count, index)
+        self._blame = Blame(self._ledger, self._board, self.counters)
         boards = (self._board, self._verdicts)
         self._migration = Migration(cluster.config, index, boards, self.counters, self, self._blame)
         self.queue_counters = QueueCounters() if queue_counters is None else queue_counters
@@ -132,7 +132,7 @@ class Client:
 
     @property
     def open_requests(self) -> int:
-        return len(self._streams) + len(self._migration)
+        return len(self._streams) + len(self._migration.waiting)
 
     def take_vector(self, handle: Handle) -> Floats | None:
         """Returns the vector of a chunk, which the store keeps no longer; None: the store has given it up before."""
@@ -196,7 +196,7 @@ class Client:
                 priority,
                 client,
                 salt,
-                columns_of_inputs([items]),
+                columns_of_inputs([items]) if items else None,
                 chunk_format,
                 # The core checks the seed of a request.
                 params.seed % (1 << 64) if isinstance(params.seed, int) else secrets.randbits(SEED_BITS),
@@ -206,7 +206,8 @@ class Client:
                 adapter=adapter,
             )
             submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len, account)
-            self._blame.require_no_quarantine(submitted)
+            if not self._ledger.quarantine.is_empty:
+                self._blame.require_no_quarantine(submitted)
             stream = await self._submit(submitted, scope, deadline)
             stream.begin(self._abort, timeout, time.monotonic() - began)
             return stream
@@ -221,7 +222,7 @@ class Client:
             await self._group_return.wait(deadline, began)
             if self._end is not None:
                 raise self._end
-            if self._board.is_draining:
+            if self._cluster_row[StatusBoard.DRAINING]:
                 raise EngineError(503, "the engine is shutting down, and accepts no more requests")
             try:
                 place = (stream := self._open_stream(submitted, scope)).place
@@ -275,11 +276,10 @@ class Client:
         return {group: models[group] for group in serving if self._rows[group][StatusBoard.SERVING] == serving[group]}
 
     def _number(self) -> int:
-        while self._next in self._streams:
-            self._next = (self._next + 1) % MAX_REQUESTS
-        request = self._next
-        self._next = (request + 1) % MAX_REQUESTS
-        return request
+        while True:
+            request, self._next = self._next, (self._next + 1) % MAX_REQUESTS
+            if request not in self._streams:
+                return request
 
     async def _send_submit(self, stream: OutputStream, submit: Submit, until: float = math.inf) -> None:
         """Sends a request to the group of its stream. Raises EngineError if that does not receive in time.
@@ -314,7 +314,10 @@ class Client:
 
     # ── a request that its group has lost: for `Migration` ──
     def groups_for(self, submitted: SubmittedRequest) -> dict[int, int]:
-        return self._blame.groups_for(submitted, self.serving_groups, self._migration.has_confined)
+        serving = self.serving_groups
+        if len(serving) < 2 and not submitted.is_confined:  # no other group to choose
+            return serving
+        return self._blame.groups_for(submitted, serving, self._migration.has_confined)
 
     @property
     def can_submit(self) -> bool:
@@ -351,10 +354,10 @@ class Client:
     def _look(self) -> None:
         self._watch = None
         serving = [row[StatusBoard.SERVING] for row in self._rows]
-        streams = tuple(self._streams.values())
-        gone = [stream for stream in streams if stream.place.incarnation != serving[stream.group]]
-        self._lose(gone, "it does not serve any more")
-        streams = (*self._streams.values(), *self._migration)
+        gone = [stream for stream in self._streams.values() if stream.place.incarnation != serving[stream.group]]
+        if gone:
+            self._lose(gone, "it does not serve any more")
+        streams = (*self._streams.values(), *self._migration.waiting)
         kept_tokens = [0] * len(self.counters)
         for stream in streams:
             stream.count_sent()
@@ -414,8 +417,7 @@ class Client:
         if isinstance(message, AdapterState):
             return self.adapters.on_state(message)
         if isinstance(message, Failed):
-            stream = self._streams.get(message.request)
-            if stream is None:
+            if (stream := self._streams.get(message.request)) is None:
                 return
             self._drop(stream)
             if message.resume is not None:

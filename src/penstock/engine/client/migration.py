@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
@@ -104,21 +104,15 @@ class Migration:
         self._counters = counters
         self._submitter = submitter
         self._blame = blame
-        self._waiting: dict[OutputStream, Loss] = {}
+        self.waiting: dict[OutputStream, Loss] = {}
         self._task: asyncio.Task[None] | None = None
         self._outcomes: dict[tuple[int, int], LossOutcome] = {}  # of losses, until no request of them waits
         self.resuming: dict[int, Loss] = {}  # by request: submitted again, and no chunk has come since
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __iter__(self) -> Iterator[OutputStream]:
-        return iter(self._waiting)
-
     @property
     def has_confined(self) -> bool:
         """Returns whether a request waits for the group for trials."""
-        return any(_submitted(stream).is_confined for stream in self._waiting)
+        return any(_submitted(stream).is_confined for stream in self.waiting)
 
     # ── requests come and go ──
     def add(self, streams: Iterable[OutputStream], why: str) -> None:
@@ -158,7 +152,7 @@ class Migration:
         return loss
 
     def _wait(self, stream: OutputStream, loss: Loss) -> None:
-        self._waiting[stream] = loss
+        self.waiting[stream] = loss
         self._counters[loss.group][MigrationCounters.WAITING] += 1
         if self._task is None:
             self._task = asyncio.ensure_future(self._run())
@@ -172,7 +166,7 @@ class Migration:
         return loss is not None
 
     def _stop_waiting(self, stream: OutputStream) -> Loss | None:
-        loss = self._waiting.pop(stream, None)
+        loss = self.waiting.pop(stream, None)
         if loss is not None:
             self._counters[loss.group][MigrationCounters.WAITING] -= 1
         return loss
@@ -187,7 +181,7 @@ class Migration:
 
     def _report_if_last(self, lives: tuple[int, int]) -> None:
         """Reports the outcome of a loss when none of its requests waits any more."""
-        if any(loss.lives == lives for loss in chain(self._waiting.values(), self.resuming.values())):
+        if any(loss.lives == lives for loss in chain(self.waiting.values(), self.resuming.values())):
             return
         outcome = self._outcomes.pop(lives, LossOutcome())
         if outcome.pauses or outcome.given_up:
@@ -205,7 +199,7 @@ class Migration:
 
     def fail_all(self, error: EngineError) -> None:
         """Ends all waiting requests with an error."""
-        for stream in tuple(self._waiting):
+        for stream in tuple(self.waiting):
             self._give_up(stream, error.reason, error.status)
 
     async def close(self) -> None:
@@ -214,7 +208,7 @@ class Migration:
             await asyncio.wait([self._task])
 
     def _give_up(self, stream: OutputStream, why: str, status: int = 503) -> None:
-        loss = self._waiting.get(stream)
+        loss = self.waiting.get(stream)
         if loss is not None:
             self._outcomes[loss.lives].given_up += 1
         self.discard(stream)
@@ -225,7 +219,7 @@ class Migration:
     async def _run(self) -> None:
         """Submits requests again until none waits. A failure ends them all, so that no reader goes on waiting."""
         try:
-            while self._waiting:
+            while self.waiting:
                 self._judge_all()
                 self._expire()
                 await self._submit_all()
@@ -240,7 +234,7 @@ class Migration:
     def _expire(self) -> None:
         is_hopeless = self._board.is_draining and not self._submitter.can_submit
         now = time.monotonic()
-        for stream, loss in tuple(self._waiting.items()):
+        for stream, loss in tuple(self.waiting.items()):
             if is_hopeless:
                 self._give_up(stream, f"{loss.why}; the engine is shutting down, and no group serves")
             elif now >= loss.deadline:
@@ -251,9 +245,9 @@ class Migration:
         come last: a core must know all suspects when it chooses which to admit."""
         if not self._submitter.can_submit:
             return
-        ready = [(_submitted(stream), stream, loss) for stream, loss in self._waiting.items() if loss.is_judged]
+        ready = [(_submitted(stream), stream, loss) for stream, loss in self.waiting.items() if loss.is_judged]
         for submitted, stream, loss in sorted(ready, key=lambda entry: (*entry[0].suspicion, *entry[0].order)):
-            if self._waiting.get(stream) is not loss:  # it has ended meanwhile
+            if self.waiting.get(stream) is not loss:  # it has ended meanwhile
                 continue
             if not self._submitter.groups_for(submitted):  # the group for trials is coming back
                 continue
@@ -269,7 +263,7 @@ class Migration:
             except EngineError as error:
                 self.resuming.pop(stream.request, None)
                 event("request waits for a group", logging.WARNING, request=stream.request, reason=error.reason)
-                if not stream.is_over and stream not in self._waiting:
+                if not stream.is_over and stream not in self.waiting:
                     self._wait(stream, loss)
                 self._report_if_last(loss.lives)
                 return
@@ -279,7 +273,7 @@ class Migration:
     def _judge_all(self) -> None:
         """Judges the losses of which the launcher has found the cause."""
         lost: dict[tuple[int, int], list[OutputStream]] = {}
-        for stream, loss in self._waiting.items():
+        for stream, loss in self.waiting.items():
             if not loss.is_judged:
                 lost.setdefault((loss.group, loss.incarnation), []).append(stream)
         for (group, incarnation), streams in lost.items():
@@ -308,7 +302,7 @@ class Migration:
         if has_failed and was_in_flight:
             submitted.count_failure(is_alone=verdict.is_trial)
             if verdict.is_trial:
-                self._blame.count_trial(submitted, self._waiting[stream].group)
+                self._blame.count_trial(submitted, self.waiting[stream].group)
             if submitted.failures_alone == CONVICTION:
                 return self._convict(stream)
         elif has_failed and verdict.is_trial:  # the request on trial is the reason also for the failures before
@@ -323,7 +317,7 @@ class Migration:
         self._count(stream, CAUSES[verdict.cause], is_counted=is_counted)
 
     def _convict(self, stream: OutputStream) -> None:
-        submitted, loss = _submitted(stream), self._waiting[stream]
+        submitted, loss = _submitted(stream), self.waiting[stream]
         self._blame.convict(submitted, loss.group)
         event(
             "request has made its group fail",
@@ -340,7 +334,7 @@ class Migration:
         self._give_up(stream, f"{why}: {loss.why}", 500)
 
     def _count(self, stream: OutputStream, cause: str, *, is_counted: bool = True) -> None:
-        submitted, loss = _submitted(stream), self._waiting[stream]
+        submitted, loss = _submitted(stream), self.waiting[stream]
         submitted.migrations += is_counted
         # A failure counts half: it may be the doing of another request.
         if 2 * submitted.migrations - submitted.failed_migrations > 2 * self._limit:

@@ -353,8 +353,7 @@ class TokensBuilder:
 
 
 def _logprobs_of(rows: Index, logprobs: Logprobs | None, size: int) -> Logprobs | None:
-    columns = LogprobRows.read(logprobs, size)
-    return None if columns is None else columns.of(rows).columns([])
+    return None if logprobs is None else LogprobRows.read(logprobs, size).of(rows).columns([])
 
 
 def _started(slot: int, sample: Sample) -> Started:

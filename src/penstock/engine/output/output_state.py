@@ -222,7 +222,8 @@ class OutputState:
             raise DecodeError(f"expected {slots.size} numbers, got a shape of {tokens.ids.shape} at $.ids")
         if slots.size and (answers := self._process_table_texts(slots, tokens)) is not None:
             return answers
-        rows = DeltaBuilder(slots, tokens.ids, LogprobRows.read(tokens.logprobs, slots.size))
+        logprobs = None if tokens.logprobs is None else LogprobRows.read(tokens.logprobs, slots.size)
+        rows = DeltaBuilder(slots, tokens.ids, logprobs)
         is_open = self._is_open[slots]
         if not is_open.all():  # a stop string has ended the others before the core knew
             rows = rows.of(np.flatnonzero(is_open))

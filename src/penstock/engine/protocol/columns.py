@@ -161,10 +161,8 @@ class LogprobRows:
         self._ranks = ranks
 
     @classmethod
-    def read(cls, logprobs: Logprobs | None, size: int) -> LogprobRows | None:
-        """Raises DecodeError unless the columns have `size` rows. None: there are no log-probabilities."""
-        if logprobs is None:
-            return None
+    def read(cls, logprobs: Logprobs, size: int) -> LogprobRows:
+        """Raises DecodeError unless the columns have `size` rows."""
         counts = logprobs.counts
         if counts is None:
             counts = np.full(size, logprobs.ids.size // size if size else 0, np.int32)

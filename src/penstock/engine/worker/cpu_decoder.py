@@ -70,6 +70,7 @@ class CpuDecoder:
         """`kinds`: of each layer, see `rope.kinds_of`."""
         self._rotary = decoder.rotary_emb
         self._kinds = kinds
+        self._options = {kind: rope.options_of(kind) for kind in kinds}
         self._ranks = layers[0].ranks
         self._attention = layers[0].attention
         self._layers = [layer.native for layer in layers]
@@ -92,7 +93,7 @@ class CpuDecoder:
             step.set_runs(runs)
         if read is not None:
             step.set_read(read)
-        of_kinds = {kind: rope.embed(self._rotary, embeds, position_ids, kind) for kind in dict.fromkeys(self._kinds)}
+        of_kinds = {kind: self._rotary(embeds, position_ids, **options) for kind, options in self._options.items()}
         if not all(self._attention.can_rotate(embeds, embeddings) for embeddings in of_kinds.values()):
             return None
         embeddings = [of_kinds[kind] for kind in self._kinds]
@@ -201,7 +202,7 @@ def find_decoder(decoder: Any, ranks: TPGroup) -> CpuDecoder | None:
     ids, positions = torch.arange(3)[None], torch.tensor([TRIAL_POSITIONS])
     embeds: Tensor = decoder.get_input_embeddings()(ids)
     kinds = rope.kinds_of(rotary)
-    embeddings = [rope.embed(rotary, embeds, positions, kind) for kind in kinds]
+    embeddings = [rotary(embeds, positions, **rope.options_of(kind)) for kind in kinds]
     trial = Trial(len(layers), embeds.shape[-1])
     states = trial.states_of(embeds)
     numbers: list[int] | None = None

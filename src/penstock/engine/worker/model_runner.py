@@ -24,7 +24,7 @@ from penstock.engine.cluster.node_weights import WeightFile
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.lora import Adapter
-from penstock.engine.protocol.messages import AdapterChange, AdapterState, FinishReason, Ints, Step
+from penstock.engine.protocol.messages import AdapterChange, AdapterState, FinishReason, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_decoder import AdapterRun
@@ -217,9 +217,9 @@ class ModelRunner:
         has_products = not self._model.is_packed or bool(input_batch.chunks)  # of torch: in attention, or of images
         use_threads(self._threads, input_batch.slots.size, has_products=has_products)
         try:
-            read = input_batch.last if self._prompts.likeliest(input_batch, batch) is None else None
-            hidden, failed = self._compute(input_batch, read)
-            prompts = self._prompts.score(input_batch, batch, hidden, is_used=self._sampler is not None)
+            likeliest = self._prompts.likeliest(input_batch, batch) if self._prompts.slots else None
+            hidden, failed = self._compute(input_batch, input_batch.last if likeliest is None else None)
+            prompts = () if likeliest is None else self._score(input_batch, batch, hidden)
             logits = self._model.logits(hidden[torch.from_numpy(input_batch.last)]) if input_batch.last.size else None
             if logits is not None and self._pooler is not None:
                 vectors = self._pooler.vectors(logits) if self._ranks.rank == 0 else None
@@ -240,7 +240,8 @@ class ModelRunner:
         masks = self._take_masks()
         chosen = self._sampler.sample(logits, slots, masks) if self._sampler is not None else None
         ids = torch.empty(slots.size, dtype=torch.int32) if chosen is None else chosen.ids
-        self._ranks.broadcast(ids)
+        if self._ranks.size > 1:
+            self._ranks.broadcast(ids)
         failed = failed if masks is None else {**failed, **masks.failed}
         pending = TorchPendingStep(ids, slots, chosen, failed, prompts)
         self.grammars.sampled(pending.ids)
@@ -295,7 +296,8 @@ class ModelRunner:
                     images.begin_step()
                 return cuda.decode(batch), {}, ()
         input_batch = self._build_batch(batch)
-        tokens, likeliest = input_batch.slots.size, self._prompts.likeliest(input_batch, batch)
+        tokens = input_batch.slots.size
+        likeliest = self._prompts.likeliest(input_batch, batch) if self._prompts.slots else None
         is_text = images is None or images.is_text(input_batch.slots, input_batch.positions)
         is_recorded = is_text and likeliest is None and not has_adapters and cuda.is_recorded(input_batch)
         needs: dict[str, Any] = {"has_embeds": not is_text, "likeliest": likeliest}
@@ -312,18 +314,22 @@ class ModelRunner:
             if not is_text:
                 cuda.require_room(tokens, **needs)  # encodings have taken memory
         result, hidden = cuda.compute(tensors, embeds, self._runs(input_batch))
-        return result, failed, self._prompts.score(input_batch, batch, hidden, is_used=self._sampler is not None)
+        return result, failed, () if likeliest is None else self._score(input_batch, batch, hidden)
+
+    def _score(self, input_batch: InputBatch, batch: BatchState, hidden: Tensor) -> tuple[PendingPromptLogprobs, ...]:
+        return self._prompts.score(input_batch, batch, hidden, is_used=self._sampler is not None)
 
     def _follow(self, batch: BatchState, step: Step) -> None:
         """Applies leaves and joins to what is kept by slot."""
         if self._cuda is not None:
             self._cuda.follow(step)
         if step.left is not None:
-            self._prompts.leave(step.left.tolist())
+            if self._prompts.slots:
+                self._prompts.leave(step.left.tolist())
             for slot in step.left.tolist():
                 if self._sampler is not None:
                     self._sampler.leave(slot)
-                if self._images is not None:
+                if self._images is not None and slot in self._images.by_slot:
                     self._images.leave(slot)
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
@@ -333,19 +339,21 @@ class ModelRunner:
 
     def _join(self, slot: int, batch: BatchState) -> None:
         prompt, generated = batch.prompts[slot], batch.generated[slot]
-        self._prompts.join(slot, batch)
+        params = batch.params[slot]
+        # A resumed sample that has generated ids has delivered the log-probabilities of its prompt.
+        if params is not None and params.prompt_logprobs is not None and not generated.size:
+            self._prompts.join(slot, params.prompt_logprobs)
         text = prompt
-        rope_offsets: Index | Ints = NOTHING
-        if self._images is not None:
+        if self._images is not None and batch.inputs[slot]:
             self._images.join(slot, prompt, batch.inputs[slot])
-            text, rope_offsets = self._images.ids_of_text(slot, prompt), self._images.offsets(slot)
+            text = self._images.ids_of_text(slot, prompt)
         self._prompt_lengths[slot] = prompt.size
         if self._model.adapters is not None:
             self._adapters[slot] = self._model.adapters.number_of(batch.adapters.get(slot))
         if self._cuda is not None:
+            rope_offsets = NOTHING if self._images is None else self._images.offsets(slot)
             self._cuda.join(slot, batch, text, rope_offsets)
             return
-        params = batch.params[slot]
         if self._sampler is not None and params is not None:
             seed, sample = int(batch.seeds[slot]), int(batch.samples[slot])
             self._sampler.join(slot, params, text, seed=seed, sample=sample, generated=generated)
@@ -353,7 +361,11 @@ class ModelRunner:
 
     def _positions(self, input_batch: InputBatch) -> Index:
         """Returns the positions of the step's tokens, as the rotary embedding takes them."""
-        positions = input_batch.positions if self._images is None else self._images.positions(input_batch)
+        positions: Index = input_batch.positions
+        if self._images is not None and self._images.by_slot:
+            positions = self._images.positions(input_batch)
+        elif self._images is not None and self._images.num_position_axes > 1:  # alike for text
+            positions = np.tile(positions, (self._images.num_position_axes, 1))
         if self.max_short_prompt is None:
             return positions
         return rope.mark_long(positions, input_batch, self._prompt_lengths[input_batch.rows], self.max_short_prompt)
@@ -370,7 +382,7 @@ class ModelRunner:
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
         positions, embeds = torch.from_numpy(self._positions(input_batch)), None
         failed: dict[int, FinishReason] = {}
-        if self._images is not None:
+        if self._images is not None and self._images.by_slot:
             embeds, failed = self._images.embeds(input_batch, ids)
         paged = PagedAttention(self._memory, input_batch, self._device)
         return self._model.hidden(paged, ids, positions, embeds, self._runs(input_batch), read), failed

@@ -36,32 +36,25 @@ class PromptScorer:
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
-        self._slots: dict[int, int] = {}  # 1 + the number of likeliest ids, by slot
+        self.slots: dict[int, int] = {}  # 1 + the number of likeliest ids, by slot. Empty: no sample wants any
 
-    def join(self, slot: int, batch: BatchState) -> None:
-        """A sample joins. A resumed sample that has generated ids has delivered its log-probabilities."""
-        params = batch.params[slot]
-        if params is None or params.prompt_logprobs is None or batch.generated[slot].size:
-            self._slots.pop(slot, None)
-        else:
-            self._slots[slot] = 1 + min(params.prompt_logprobs, self._model.vocab_size)
+    def join(self, slot: int, likeliest: int) -> None:
+        self.slots[slot] = 1 + min(likeliest, self._model.vocab_size)
 
     def leave(self, slots: Collection[int]) -> None:
         for slot in slots:
-            self._slots.pop(slot, None)
+            self.slots.pop(slot, None)
 
     def likeliest(self, input_batch: InputBatch, batch: BatchState) -> int | None:
         """Returns the most likeliest ids that a prompt wants of which the step computes a part; None: no prompt with
         log-probabilities is among them."""
-        if not self._slots:
-            return None
-        due = [self._slots[slot] - 1 for _, slot, targets in self._due(input_batch, batch) if targets.size]
+        due = [self.slots[slot] - 1 for _, slot, targets in self._due(input_batch, batch) if targets.size]
         return max(due, default=None)
 
     def _due(self, input_batch: InputBatch, batch: BatchState) -> Iterator[tuple[int, int, Ints]]:
         """Yields row, slot and the prompt's tokens that follow those of the step."""
         for row, slot in enumerate(input_batch.rows.tolist()):
-            if slot in self._slots:
+            if slot in self.slots:
                 end = int(batch.computed[slot])
                 yield row, slot, batch.prompts[slot][end - int(input_batch.counts[row]) + 1 : end + 1]
 
@@ -70,15 +63,13 @@ class PromptScorer:
     ) -> tuple[PendingPromptLogprobs, ...]:
         """Returns the log-probabilities of the tokens that follow those of the step in their prompts. `is_used`: False
         on other ranks than 0, where the result is empty."""
-        if not self._slots:
-            return ()
         entries = []
         for row, slot, targets in self._due(input_batch, batch):
             if not targets.size:
                 continue
             start = int(input_batch.starts[row])
             parts = [
-                self._part(hidden[start + at : start + at + MAX_ROWS], targets[at : at + MAX_ROWS], self._slots[slot])
+                self._part(hidden[start + at : start + at + MAX_ROWS], targets[at : at + MAX_ROWS], self.slots[slot])
                 for at in range(0, targets.size, MAX_ROWS)
             ]
             position = int(batch.computed[slot] - input_batch.counts[row]) + 1

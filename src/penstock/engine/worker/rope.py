@@ -50,10 +50,9 @@ def kinds_of(rotary: Any) -> list[str | None]:
     return list(_types(rotary)) if hasattr(rotary, "rope_type") else [None]
 
 
-def embed(rotary: Any, x: Tensor, position_ids: Tensor, kind: str | None) -> tuple[Tensor, Tensor]:
-    """Returns the embeddings of positions for layers of a kind."""
-    embeddings: tuple[Tensor, Tensor] = rotary(x, position_ids, **({} if kind is None else {"layer_type": kind}))
-    return embeddings
+def options_of(kind: str | None) -> dict[str, str]:
+    """Returns the options with which a rotary embedding is called for layers of a kind."""
+    return {} if kind is None else {"layer_type": kind}
 
 
 def mark_long(positions: Index, input_batch: InputBatch, prompt_lengths: Index, max_short_prompt: int) -> Index:
@@ -78,7 +77,7 @@ class _ByRow(nn.Module):
             setattr(self.long, name, long.to(short.dtype))
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
-        options = {} if layer_type is None else {"layer_type": layer_type}
+        options = options_of(layer_type)
         is_long = position_ids < 0
         positions = torch.where(is_long, ~position_ids, position_ids)
         cos, sin = self.short(x, positions, **options)

@@ -89,11 +89,13 @@ class EncoderCache:
         self._shared: dict[Name, Tensor] = {}  # in the store, held
         self._unfinished: set[Name] = set()  # images with tokens that the last step has left
         self._grids: OrderedDict[bytes | int, Grid] = OrderedDict()  # kept, so a cached image need not be opened
-        self._images: dict[int, list[tuple[PromptImage, Index]]] = {}  # with the positions of their tokens
+        # Images with the positions of their tokens. While no slot has any, steps need not call this object.
+        self.by_slot: dict[int, list[tuple[PromptImage, Index]]] = {}
         self._ends = np.zeros(slots, np.intp)  # position after the last image; only text follows
         self._rope_ends = np.zeros(slots, np.intp)  # position after the prompt, where it has images
         self._takes_videos = model.stock.config.model_type in VIDEO
         self._has_ropes = hasattr(model.stock.base_model, "get_rope_index")
+        self.num_position_axes = 3 if self._has_ropes else 1  # of a token's rope position
         self._offsets = np.zeros((self.num_position_axes, slots), np.intp)  # of rope positions, from `_rope_ends` on
         self._mrope_positions: dict[int, Index] = {}  # rope positions before `_rope_ends`: [3, end]
         self._broken: dict[int, FinishReason] = {}  # slots without known token positions
@@ -108,7 +110,7 @@ class EncoderCache:
                 self._find_ropes(slot, prompt, inputs)
             except Unusable as unusable:
                 self._broken[slot] = unusable.why
-        self._images[slot] = [image for entry in inputs for image in self._parts(slot, prompt, *entry)]
+        self.by_slot[slot] = [image for entry in inputs for image in self._parts(slot, prompt, *entry)]
 
     def _parts(
         self, slot: int, prompt: Ints, item: Handle, position: int, length: int
@@ -149,11 +151,11 @@ class EncoderCache:
 
     def ids_of_text(self, slot: int, prompt: Ints) -> Ints:
         """Returns the prompt without the ids that stand for prompt embeddings, as no text has these tokens."""
-        places = [there for image, there in self._images.get(slot, ()) if image.is_encoded]
+        places = [there for image, there in self.by_slot.get(slot, ()) if image.is_encoded]
         return np.delete(prompt, np.concatenate(places)) if places else prompt
 
     def leave(self, slot: int) -> None:
-        for image, _ in self._images.pop(slot, ()):
+        for image, _ in self.by_slot.pop(slot, ()):
             if image.item.key is None and not self._is_wanted(image.item):
                 self._grids.pop(id(image.item), None)
                 encoded = self._encoded.pop(_name(image), None)
@@ -162,17 +164,14 @@ class EncoderCache:
         self._broken.pop(slot, None)
         self._ends[slot] = self._rope_ends[slot] = 0
         self._offsets[:, slot] = 0
+        if not self.by_slot:  # no step needs an encoding before a slot with images joins
+            self._shared, self._unfinished = {}, set()
 
     def _is_wanted(self, item: Handle) -> bool:
         """Returns whether another sample of the request still has this image."""
-        return any(image.item is item for images in self._images.values() for image, _ in images)
+        return any(image.item is item for images in self.by_slot.values() for image, _ in images)
 
     # ── where tokens stand ──
-    @property
-    def num_position_axes(self) -> int:
-        """Returns the number of axes of a token's rope position."""
-        return 3 if self._has_ropes else 1
-
     def _find_ropes(self, slot: int, prompt: Ints, inputs: tuple[Input, ...]) -> None:
         grids = [self._grid(item) for item, _, _ in sorted(inputs, key=lambda entry: entry[1])]
         images = [grid.sizes for grid in grids if grid.seconds is None]
@@ -266,7 +265,7 @@ class EncoderCache:
     def _chunks(self, input_batch: InputBatch) -> Iterable[ImageChunk]:
         """Yields what the step computes of each image."""
         for slot, first, begin, end in _rows_before(self._ends, input_batch):
-            for image, there in self._images[slot]:
+            for image, there in self.by_slot[slot]:
                 low, high = (int(index) for index in np.searchsorted(there, (begin, end)))
                 if low < high:
                     yield ImageChunk(slot, image, first + there[low:high] - begin, low, high)

@@ -64,14 +64,14 @@ class AnswerFormats:
         special = {} if tokenizer is None else special_tokens(tokenizer)
         self._marks = {text: token_id for token_id, text in special.items() if text in marks}
 
-    def grammar_source(self, chat: ChatRequest, use: ToolUse | None, params: SamplingParams) -> GrammarSource | None:
-        """Returns the grammar that the answer follows; None: it has none. Raises ApiError.
+    def grammar_source(self, chat: ChatRequest, use: ToolUse, params: SamplingParams) -> GrammarSource | None:
+        """Returns the grammar of an answer that may have calls; None: it has none. Raises ApiError.
 
         `response_format` is the grammar of an answer that calls no tool. Other fields are grammars of the whole answer.
         """
         content = chat.answer_grammar(params)
         is_whole = content is not None and not content.param.startswith("response_format")
-        if use is None or (is_whole and not use.is_forced) or not (use.needs_grammar or (use.allowed and content)):
+        if (is_whole and not use.is_forced) or not (use.needs_grammar or (use.allowed and content)):
             return content
         if is_whole and content is not None:
             message = (
@@ -95,12 +95,10 @@ class AnswerFormats:
             raise ApiError(400, str(error), param=error.param) from None
         return source
 
-    def answer_format(self, use: ToolUse | None, prompt_end: str, is_continued: bool = False) -> AnswerFormat | None:
-        """Returns the format of an answer; None: all text is content. `is_continued`: `prompt_end` is a message that
-        the answer continues."""
+    def answer_format(self, use: ToolUse | None, prompt_end: str, is_continued: bool = False) -> AnswerFormat:
+        """Returns the format of an answer with reasoning or calls. `is_continued`: `prompt_end` is a message that the
+        answer continues."""
         tools = self.tools if use is not None and use.allowed else None
-        if tools is None and self.reasoning is None:
-            return None
         return AnswerFormat(
             tools=tools,
             reasoning=self.reasoning,
@@ -110,9 +108,9 @@ class AnswerFormats:
             forced=tuple(sorted(use.allowed)) if use is not None and use.is_forced else (),
         )
 
-    def behind_reasoning(self, grammar: Grammar | None, answer: AnswerFormat | None) -> Grammar | None:
+    def behind_reasoning(self, grammar: Grammar | None, answer: AnswerFormat) -> Grammar | None:
         """Returns the grammar of an answer that may begin with reasoning."""
-        if grammar is None or answer is None or answer.reasoning is None:
+        if grammar is None or answer.reasoning is None:
             return grammar
         return grammar_behind_reasoning(grammar, answer.reasoning, answer.in_reasoning, self._marks)
 

@@ -68,7 +68,7 @@ class LatencyRecorder:
             self._count_lengths(stream, engine, 0 if times is None else times.first_tokens + times.later_tokens)
             reason = chunk.reason.name.lower()
             self._reasons.add(reason)
-            engine.finish(reason)
+            engine.words[Served.FINISHED.at[reason]] += 1
             self.count_calls(stream, chunk.calls)
 
     def socket_counters(self, stream: OutputStream) -> tuple[TokenCounters, float] | None:
@@ -126,4 +126,5 @@ class LatencyRecorder:
 
     def _give_up(self, streams: Mapping[int, OutputStream], reason: str) -> None:
         for stream in streams.values():
-            self._row.engines[stream.group].finish(reason, stream.samples - self._ended.get(stream, 0))
+            ended = self._ended.get(stream, 0)
+            self._row.engines[stream.group].words[Served.FINISHED.at[reason]] += stream.samples - ended

@@ -109,15 +109,19 @@ class SpanSender:
 
 
 class RequestReporter:
-    def __init__(self, options: ServerOptions, model: str) -> None:
-        self._has_log = options.enable_log_requests
-        endpoint = options.otlp_traces_endpoint
-        self._spans = SpanSender(endpoint, model) if endpoint else None
+    def __init__(self, spans: SpanSender | None, *, has_log: bool) -> None:
+        self._spans = spans
+        self._has_log = has_log
 
-    def of(self, request: Request, params: SamplingParams | None = None) -> Report | None:
-        """Returns what takes the report of a request when it ends; None: no report is wanted."""
-        if not self._has_log and self._spans is None:
-            return None
+    @classmethod
+    def create(cls, options: ServerOptions, model: str) -> RequestReporter | None:
+        """Returns None if the options ask for no report."""
+        endpoint = options.otlp_traces_endpoint
+        spans = SpanSender(endpoint, model) if endpoint else None
+        return cls(spans, has_log=options.enable_log_requests) if spans or options.enable_log_requests else None
+
+    def of(self, request: Request, params: SamplingParams | None = None) -> Report:
+        """Returns what takes the report of a request when it ends."""
         return functools.partial(self._report, request.headers, request.state.request_id, params)
 
     def _report(

@@ -135,6 +135,8 @@ class Sampling(GrammarFields, kw_only=True):
 
     def answer_grammar(self, params: SamplingParams) -> GrammarSource | None:
         """Returns the grammar that the answer is to follow; None: it has none. Raises ApiError."""
+        if all(getattr(self, name) is None for name in GrammarFields.__struct_fields__):
+            return None
         try:
             source = self.grammar_source()
             if source is not None:
@@ -270,7 +272,9 @@ class Conversation(NamedTuple):
 
     @classmethod
     def of(cls, messages: list[Message], tools: Sequence[Tool] | None = None) -> Conversation:
-        conversation, results = cls([], [], tools_for_template(tools)), CallResults()
+        conversation = cls([], [], tools_for_template(tools) if tools else [])
+        has_calls = any(message.tool_calls or message.role == "tool" for message in messages)
+        results = CallResults() if has_calls else None
         for place, message in enumerate(messages):
             for name, way_out in (("function_call", "use tool_calls"), ("audio", "expected nothing")):
                 if getattr(message, name):
@@ -287,15 +291,14 @@ class Conversation(NamedTuple):
                 fields.update(reasoning_content=reasoning, reasoning=reasoning)  # templates read either
                 if not content:  # the template of gpt-oss has one or the other beside calls
                     fields["thinking"] = reasoning
-            conversation.messages.extend(results.add(place, message.role, message, fields))
-        conversation.messages.extend(results.finish())
+            complete = [fields] if results is None else results.add(place, message.role, message, fields)
+            conversation.messages.extend(complete)
+        conversation.messages.extend(() if results is None else results.finish())
         return conversation
 
     def _plain(self, where: str, part: TextPart | RefusalPart | ImagePart | VideoPart) -> dict[str, str]:
-        if isinstance(part, TextPart):
-            return {"type": "text", "text": part.text}
-        if isinstance(part, RefusalPart):
-            return {"type": "text", "text": part.refusal}
+        if isinstance(part, TextPart | RefusalPart):
+            return {"type": "text", "text": part.text if isinstance(part, TextPart) else part.refusal}
         if isinstance(part, VideoPart):
             self.media.append(MediaRef(where, part.video_url.url, VIDEO))
             return {"type": "video"}
@@ -426,9 +429,7 @@ def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> 
 def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
     """Returns the encoded names of the fields of type `int` or `int | None`."""
     fields = msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
-    kinds = {
-        field.encode_name: {type(type_) for type_ in getattr(field.type, "types", (field.type,))} for field in fields
-    }
+    kinds = {each.encode_name: {type(kind) for kind in getattr(each.type, "types", (each.type,))} for each in fields}
     optional = {msgspec.inspect.IntType, msgspec.inspect.NoneType}
     return frozenset(name for name, types in kinds.items() if msgspec.inspect.IntType in types <= optional)
 

@@ -179,7 +179,7 @@ def _known(choice: NamedTool, names: Collection[str], where: str) -> str:
     return name
 
 
-def tools_for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+def tools_for_template(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Returns tools as chat templates take them: `strict` is for the grammar, and no part of a prompt."""
     return [
         {
@@ -190,5 +190,5 @@ def tools_for_template(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
                 "parameters": tool.function.parameters or ANY_ARGUMENTS,
             },
         }
-        for tool in tools or ()
+        for tool in tools
     ]

@@ -134,7 +134,7 @@ class ApiServer:
         self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
         self._grammars = GrammarChecker(reader, bool(config.end_ids))
         self.lora = None if adapters is None else AdapterRoutes(config, client, self._bodies, self._names, adapters)
-        self._reporter = RequestReporter(options, self._name)
+        self._reporter = RequestReporter.create(options, self._name)
         self._pooling = PoolingRoutes(
             config, options, client, reader, self._bodies, self._row, self._find_model, self._reporter
         )
@@ -143,7 +143,8 @@ class ApiServer:
         self._messages = MessagesRoutes(self, self._bodies, self._name)
 
     def close(self) -> None:
-        self._reporter.close()
+        if self._reporter is not None:
+            self._reporter.close()
 
     def app(self) -> ASGIApp:
         """Returns the application. POSTs go past the layers of Starlette, a tenth of the time of a short request."""
@@ -243,9 +244,8 @@ class ApiServer:
 
     # ── what is generated ──
     async def _no_answers(self, request: Request) -> Answer:
-        raise ApiError(
-            400, "this server makes vectors and scores, no answers: --runner generate serves a model for those"
-        )
+        message = "this server makes vectors and scores, no answers: --runner generate serves a model for those"
+        raise ApiError(400, message)
 
     async def _chat(self, request: Request) -> Answer:
         async with self._bodies.receive(request) as body:
@@ -257,11 +257,12 @@ class ApiServer:
         """Returns a chat with its prompt, for `answer`. Keeps no message. Raises ApiError."""
         self._require_model(chat.model)
         params = self._checked(chat.sampling(self._defaults), "top_logprobs")
-        use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        has_tools = chat.tools or chat.tool_choice
+        use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls) if has_tools else None
         conversation = await self._bodies.run(request, body, lambda: Conversation.of(chat.messages, chat.tools))
         body.clear()  # its strings are held, and twice would be too much
         limit = self._limit(chat, params, "messages")
-        source = self._formats.grammar_source(chat, use, params)
+        source = chat.answer_grammar(params) if use is None else self._formats.grammar_source(chat, use, params)
         grammar = None if source is None else await self._grammars.check(source)
         options = {**self._options.default_chat_template_kwargs, **chat.template_options}
         prompt = await self._prompt(request, conversation, options, chat, limit)
@@ -274,8 +275,9 @@ class ApiServer:
         """Submits a chat. `build`: the events of another API than OpenAI's chats. Raises ApiError, EngineError."""
         params, prompt, grammar, use = prepared
         try:
-            answer_format = self._formats.answer_format(use, prompt.text_end, bool(chat.continue_final_message))
-            if answer_format is not None:
+            answer_format = None  # all text is content
+            if self._formats.reasoning is not None or (use is not None and use.allowed):
+                answer_format = self._formats.answer_format(use, prompt.text_end, bool(chat.continue_final_message))
                 params = replace(params, skip_special_tokens=False)  # marks are special tokens of some models
                 grammar = self._formats.behind_reasoning(grammar, answer_format)
             return await self._generate(request, Style.CHAT, chat, params, [prompt], grammar, answer_format, build)
@@ -376,7 +378,8 @@ class ApiServer:
                 raise ApiError(400, "expected printable characters at $.request_id", param="request_id")
             request.state.request_id = sampling.request_id
         request_id: str = request.state.request_id
-        latencies = LatencyRecorder(self._row, request.state.began, self._reporter.of(request, params))
+        report = None if self._reporter is None else self._reporter.of(request, params)
+        latencies = LatencyRecorder(self._row, request.state.began, report)
         answer: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
         answer["model"] = sampling.model or self._name
         account = account_of(request, sampling.user, bool(self._options.api_keys))
@@ -447,9 +450,8 @@ class ApiServer:
             what = f"one of {len(prompt.ids)} tokens with images or embeddings"
             raise ApiError(400, f"expected a prompt of text alone, got {what}, at $.{name}", param=name)
         is_from_left = sampling.truncation_side != "right"
-        return prompt._replace(
-            ids=prompt.ids[len(prompt.ids) - max_tokens :] if is_from_left else prompt.ids[:max_tokens]
-        )
+        ids = prompt.ids[len(prompt.ids) - max_tokens :] if is_from_left else prompt.ids[:max_tokens]
+        return prompt._replace(ids=ids)
 
     def _require_room(self, ids: list[int], params: SamplingParams, param: str) -> None:
         """Raises ApiError for an empty prompt, and for a prompt without room for a token of the answer."""
@@ -546,9 +548,8 @@ class ApiServer:
         return json_response({"server_load": sum(row[ProcessCounters.OPEN] for row in self._tally.rows)})
 
     async def _list_models(self, request: Request) -> Answer:
-        return json_response(
-            {"object": "list", "data": [self._described(name) for name in (*self._names, *self._adapters)]}
-        )
+        models = [self._described(name) for name in (*self._names, *self._adapters)]
+        return json_response({"object": "list", "data": models})
 
     async def _show_model(self, request: Request) -> Answer:
         name = request.path_params["name"]

@@ -35,7 +35,7 @@ from penstock.server.chat.streaming import SSEResponse, cancel_on_disconnect, en
 from penstock.server.errors import ApiError, Gone
 from penstock.server.heap import Heap
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import ROUTES, ProcessCounters
+from penstock.server.status.counters import ROUTES, STATUSES, ProcessCounters
 
 LONG = 64 << 10  # bytes of a body: most are decoded in a fraction of 1 ms; longer ones by a thread, as the loop goes on
 BODIES_AT_ONCE = 8  # of the longest: the limit of a process for requests that have come in part
@@ -129,7 +129,8 @@ class Admission:
 
     def count(self, route: str, status: int) -> None:
         if route in ROUTES:
-            self._row[self._row.answered(route, status)] += 1
+            known = status if status in STATUSES else 500 if status >= 500 else 400
+            self._row[ProcessCounters.ANSWERED.at[route, str(known)]] += 1
 
 
 class Endpoint:

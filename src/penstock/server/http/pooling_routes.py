@@ -67,7 +67,7 @@ class PoolingRoutes:
         bodies: BodyReader,
         row: ProcessCounters,
         find_model: Callable[[str | None], tuple[str, bytes]],
-        reporter: RequestReporter,
+        reporter: RequestReporter | None,
     ) -> None:
         """`find_model` returns the name of the model for answers, and the digest of its LoRA adapter (b"": none). It
         raises ApiError for a name that is not served."""
@@ -240,7 +240,8 @@ class PoolingRoutes:
     # ── vectors ──
     async def _vectors(self, request: Request, fields: PoolingFields, prompts: Sequence[list[int]]) -> list[Floats]:
         """Returns the vector of each prompt. Raises EngineError."""
-        latencies = LatencyRecorder(self._row, request.state.began, self._reporter.of(request))
+        report = None if self._reporter is None else self._reporter.of(request)
+        latencies = LatencyRecorder(self._row, request.state.began, report)
         vectors: dict[int, Floats] = {}
         for _ in range(ATTEMPTS):
             missing = [number for number in range(len(prompts)) if number not in vectors]

@@ -113,9 +113,6 @@ class Served(CounterRow, scope="engine"):
         spec = self.INTER_TOKEN.spec
         return TokenCounters(self.words, self.GENERATION_TOKENS, self.INTER_TOKEN, spec.bounds)
 
-    def finish(self, reason: str, sequences: int = 1) -> None:
-        self.words[self.FINISHED.at[reason]] += sequences
-
 
 ENGINE_WORDS = Served.WORDS + MigrationCounters.WORDS  # of each engine, in the row of a server process
 
@@ -237,11 +234,6 @@ class ProcessCounters(CounterRow, scope="server"):
         self.queue.clear_gauges()
         for served in self.engines:
             served.migration.clear_gauges()
-
-    def answered(self, route: str, status: int) -> int:
-        """Returns the word of answers of a route and status."""
-        known = status if status in STATUSES else 500 if status >= 500 else 400
-        return self.ANSWERED.at[route, str(known)]
 
 
 class ServerCounters:

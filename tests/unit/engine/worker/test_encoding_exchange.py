@@ -156,6 +156,16 @@ def test_an_encoding_is_held_while_a_chunk_of_its_image_is_left(
     assert store.evict(chunks[0][0].key), "the steps after the last chunk hold nothing"
 
 
+def test_text_after_the_last_image_holds_no_encoding(family: Callable[[str], Family]) -> None:
+    store = encodings_store()
+    of = family("llava")
+    ours = device(of, blocks=64, encoder=options("store", store))
+    image, text = of.requests[1]._replace(tokens=1), Asked([3, 4, 5], [])
+    ask(ours, [image, text], budget=len(image.prompt), slots=1)
+    items = store.stats().items
+    assert items and all(store.evict(item.key) for item in items)
+
+
 @pytest.mark.parametrize("name", VISION)
 def test_no_plan_slices_a_vision_encoder(name: str) -> None:
     """A rank that encodes alone would wait for the others in an all-reduce."""

@@ -30,7 +30,8 @@ def chat(**fields: Any) -> tuple[ChatRequest, ToolUse | None]:
 
 def source_of(**fields: Any) -> GrammarSource | None:
     request, use = chat(**fields)
-    return formats().grammar_source(request, use, request.sampling())
+    params = request.sampling()
+    return request.answer_grammar(params) if use is None else formats().grammar_source(request, use, params)
 
 
 @pytest.mark.parametrize(
@@ -63,15 +64,14 @@ def test_unknown_parser_is_refused_with_the_list() -> None:
 def test_answers_have_a_format_if_they_may_have_calls_or_reasoning() -> None:
     _, use = chat(tools=[tool()])
     _, none = chat(tools=[tool()], tool_choice="none")
-    assert formats().answer_format(None, "") is None and formats().answer_format(none, "") is None
     answer = formats().answer_format(use, "")
-    assert answer is not None and (answer.tools, answer.reasoning) == ("hermes", None)
+    assert (answer.tools, answer.reasoning) == ("hermes", None)
     assert not answer.forced
     _, named = chat(tools=[tool()], tool_choice={"type": "function", "function": {"name": tool()["function"]["name"]}})
     forced = formats().answer_format(named, "")
-    assert forced is not None and forced.forced == (tool()["function"]["name"],)
+    assert forced.forced == (tool()["function"]["name"],)
     other = formats().answer_format(use, "")
-    assert other is not None and other.call_ids != answer.call_ids
+    assert other.call_ids != answer.call_ids
     thinking = formats(reasoning_parser="qwen3")
     assert thinking.answer_format(none, "<think>\n") == AnswerFormat(reasoning="qwen3", in_reasoning=True)
     assert thinking.answer_format(None, "x") == AnswerFormat(reasoning="qwen3")
@@ -122,4 +122,4 @@ def test_types_of_parameters_tell_text_from_json() -> None:
     expected = {"a": "string", "b": "integer", "d": "string", **dict.fromkeys("cefg", "any")}
     assert types_of(use.tools) == {"t": expected, "u": {}}
     answer = formats("<function=").answer_format(use, "")
-    assert answer is not None and answer.types["t"] == expected
+    assert answer.types["t"] == expected

@@ -18,8 +18,10 @@ from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, Migrati
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.server.http import grafana
+from penstock.server.http.endpoint import Admission
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.segment_metrics import SegmentMetrics
+from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
 from penstock.tensor import ScopeStats
 
@@ -177,7 +179,7 @@ def test_a_metric_of_vllm_has_its_type_labels_and_buckets(pages: Pages, name: st
 
 def test_metrics_are_those_of_vllm_and_ours(pages: Pages) -> None:
     row = pages.tally.rows[0]
-    row[row.answered("chat", 200)] += 1
+    row[ProcessCounters.ANSWERED.at["chat", "200"]] += 1
     result = pages.families()
     assert result.keys() == {f"vllm:{name}" for name, *_ in VLLM} | OURS.keys()
     assert {name: shape_of(result[name])[:2] for name in OURS} == OURS
@@ -199,7 +201,7 @@ def test_metrics_of_segments_have_their_types_and_labels() -> None:
 
 def test_every_query_of_the_grafana_dashboard_is_of_metrics_that_there_are(pages: Pages) -> None:
     row = pages.tally.rows[0]
-    row[row.answered("chat", 200)] += 1
+    row[ProcessCounters.ANSWERED.at["chat", "200"]] += 1
     families = {**pages.families(), **families_of_segments()}
     there = {sample.name for family in families.values() for sample in family.samples}
     dashboard = json.loads(grafana.encoded())
@@ -222,7 +224,7 @@ def test_metrics_add_up_the_counts_of_all_servers_by_engine(pages: Pages) -> Non
         served = row.engines[1]
         served[Served.PROMPT_TOKENS] += number
         served[Served.GENERATION_TOKENS] += 10 * number
-        served.finish("length", number)
+        served[Served.FINISHED.at["length"]] += number
         Served.FIRST_TOKEN.observe(served.words, 0.003)
         Served.INTER_TOKEN.observe(served.words, 1000.0, number)
         Served.REQUEST.observe(served.words, 0.3)  # a bound belongs to its own bucket
@@ -283,8 +285,8 @@ def test_media_look_ups_are_all_items_and_hits_those_found(pages: Pages) -> None
 
 def test_answers_are_counted_by_server_route_and_status(pages: Pages) -> None:
     for server, row in enumerate(pages.tally.rows):
-        row[row.answered("chat", 200)] += 3 + server
-        row[row.answered("chat", 418)] += 1
+        row[ProcessCounters.ANSWERED.at["chat", "200"]] += 3 + server
+        Admission(ServerOptions(), row).count("chat", 418)
         row[ProcessCounters.OPEN] = 7
     assert pages.number("penstock_requests_total", server=1, route="chat", status=200) == 4
     assert pages.number("penstock_requests_total", server=0, route="chat", status=400) == 1
@@ -337,8 +339,9 @@ def test_migrations_are_added_up_for_the_engine_that_lost_the_requests(pages: Pa
 
 
 def test_rows_and_engines_do_not_touch_each_other(pages: Pages) -> None:
+    answered = ProcessCounters.ANSWERED.at["models", "504"]
     for row in pages.tally.rows:
-        row[ProcessCounters.FAILED_STARTS] = row[row.answered("models", 504)] = 1
+        row[ProcessCounters.FAILED_STARTS] = row[answered] = 1
         for engine in row.engines:
             for word in range(Served.WORDS):
                 engine[word] += 1
@@ -346,7 +349,7 @@ def test_rows_and_engines_do_not_touch_each_other(pages: Pages) -> None:
         item for row in pages.tally.rows for engine in row.engines for item in (engine[w] for w in range(Served.WORDS))
     ]
     assert set(words) == {1}
-    assert all(row[ProcessCounters.FAILED_STARTS] == row[row.answered("models", 504)] == 1 for row in pages.tally.rows)
+    assert all(row[ProcessCounters.FAILED_STARTS] == row[answered] == 1 for row in pages.tally.rows)
 
 
 def test_histogram_counts_values_above_its_last_bound() -> None:

@@ -12,7 +12,6 @@ from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import FinishReason, Floats
 from penstock.server.chat.pooling_schema import PoolingFields
-from penstock.server.chat.request_reporter import RequestReporter
 from penstock.server.http.pooling_routes import ATTEMPTS, PoolingRoutes
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import Served, ServerCounters
@@ -43,9 +42,8 @@ async def vectors(client: Any, row: Any) -> list[list[float]]:
     nothing: Any = None
     config = EngineConfig(model="m", runner="pooling")
     options = ServerOptions()
-    reporter = RequestReporter(options, "m")
     find: Any = lambda name: (name or "m", b"")  # noqa: E731
-    routes = PoolingRoutes(config, options, client, nothing, nothing, row, find, reporter)
+    routes = PoolingRoutes(config, options, client, nothing, nothing, row, find, None)
     state = SimpleNamespace(request_id="r", began=0.0)
     request: Any = SimpleNamespace(state=state, headers={}, client=None)
     return [vector.tolist() for vector in await routes._vectors(request, PoolingFields(), [[1], [2, 3]])]

@@ -15,7 +15,7 @@ from penstock.engine.cluster.counter import FIRST_TOKEN_SECONDS
 from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status import history as subject
-from penstock.server.status.counters import Served, ServerCounters
+from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
 from penstock.server.status.history import EventRecorder, Point, ServerHistory
 from penstock.server.status.history_recorder import WINDOW, HistoryRecorder, PointBuilder, quantile
 
@@ -163,8 +163,8 @@ def test_points_have_rates_of_all_engines_and_servers() -> None:
         row[StatusBoard.SAMPLED], row[StatusBoard.STEPS], row[StatusBoard.BUSY_NS] = 100, 10, 50_000_000
         row[StatusBoard.BLOCKS], row[StatusBoard.FREE_BLOCKS], row[StatusBoard.RUNNING] = 10, 5, 3
     for server in counted.tally.rows:
-        server[server.answered("chat", 429)] += 4
-        server[server.answered("chat", 200)] += 6
+        server[ProcessCounters.ANSWERED.at["chat", "429"]] += 4
+        server[ProcessCounters.ANSWERED.at["chat", "200"]] += 6
         Served.FIRST_TOKEN.observe(server.engines[0].words, 0.3, 10)
     result = builder.build(102.0, refusals)
     assert (result.generated, result.running, result.kv, result.device) == (100.0, 6.0, 0.5, 0.005)

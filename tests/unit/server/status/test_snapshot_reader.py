@@ -68,8 +68,8 @@ def test_numbers_of_the_board_and_the_tally_are_those_that_were_written(laid: La
     row[StatusBoard.SAMPLED], row[StatusBoard.COMPUTED], row[StatusBoard.PREEMPTIONS] = 1000, 2000, 3
     server = laid.tally.rows[1]
     server[ProcessCounters.OPEN] = 5
-    server[server.answered("chat", 200)] += 7
-    server[server.answered("chat", 429)] += 2
+    server[ProcessCounters.ANSWERED.at["chat", "200"]] += 7
+    server[ProcessCounters.ANSWERED.at["chat", "429"]] += 2
     for engine, tokens in zip(server.engines, (10, 20), strict=True):
         Served.FIRST_TOKEN.observe(engine.words, 0.25)
         engine[Served.PROMPT_TOKENS] += tokens
