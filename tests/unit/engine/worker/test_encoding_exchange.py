@@ -156,7 +156,7 @@ def test_an_encoding_is_held_while_a_chunk_of_its_image_is_left(
     assert store.evict(chunks[0][0].key), "the steps after the last chunk hold nothing"
 
 
-def test_text_after_the_last_image_holds_no_encoding(family: Callable[[str], Family]) -> None:
+def test_text_after_the_last_image_holds_no_encoding(family: BuildFamily) -> None:
     store = encodings_store()
     of = family("llava")
     ours = device(of, blocks=64, encoder=options("store", store))
