@@ -71,9 +71,6 @@ class LinkOffer(msgspec.Struct, array_like=True, frozen=True):
         """Returns the outbound channels of the local side, by lane."""
         return [channel for channel in self.channels if channel.is_outbound]
 
-    def inbound_channels(self) -> list[OfferedChannel]:
-        return [channel for channel in self.channels if not channel.is_outbound]
-
     def outbound_words(self) -> list[OfferedWords]:
         return [words for words in self.words if words.is_outbound]
 
