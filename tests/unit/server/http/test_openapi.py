@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("starlette")
@@ -21,10 +21,10 @@ from penstock.server.chat.request_schema import ChatRequest, CompletionRequest, 
 from penstock.server.errors import ApiError
 from penstock.server.http import openapi
 from penstock.server.http.app import ApiServer
-from penstock.server.options import ServerOptions
+from penstock.server.options import MAX_LOGPROBS, ServerOptions
 from penstock.server.status.counters import ServerCounters
 
-DOCUMENT = openapi.documented(ServerOptions(api_keys=("k",)))
+DOCUMENT = openapi.documented(ServerOptions(api_keys=("k",), max_logprobs=MAX_LOGPROBS))  # what decoding allows
 SCHEMAS = DOCUMENT["components"]["schemas"]
 NUMBERS = st.one_of(
     st.sampled_from([-101, -100, -2.001, -2, -1, -1e-9, 0, 1e-7, 1e-6, 0.5, 1, 1.0001, 2, 128, 129, 1e6, 1e7, 1 << 31]),
@@ -81,6 +81,12 @@ def test_openapi_document_has_every_schema_that_it_refers_to() -> None:
     assert {"ChatRequest", "CompletionRequest", "ErrorResponse", "ChatChunk"} <= result <= SCHEMAS.keys()
 
 
+def test_document_has_the_limit_of_log_probabilities() -> None:
+    schemas = openapi.documented(ServerOptions(max_logprobs=7))["components"]["schemas"]
+    assert jsonschema_rs.is_valid(limited := schemas["CompletionRequest"]["properties"]["logprobs"], 7)
+    assert not jsonschema_rs.is_valid(limited, 8)
+
+
 FIELDS = [
     name for name in CompletionRequest.__struct_fields__ if name not in ("prompt", "response_format", "stream_options")
 ]
@@ -92,6 +98,8 @@ RELATED = {"min_tokens", "best_of", "max_tokens"}  # to other fields: no schema 
         st.sampled_from([field for field in FIELDS if field not in RELATED]), NUMBERS, min_size=1, max_size=3
     )
 )
+@example({"logprobs": 128})
+@example({"logprobs": 1025})
 def test_server_takes_exactly_the_numbers_that_openapi_allows(fields: dict[str, Any]) -> None:
     body = {"prompt": "x", **fields}
     try:
