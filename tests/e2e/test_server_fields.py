@@ -188,7 +188,8 @@ async def fields_that_misfit_are_refused_by_name(served: Served, path: Path, ids
 async def routes_of_vllm_answer(served: Served, path: Path, ids: list[int]) -> None:
     _, tokens = await sent(served, "/tokenize", prompt=TEXT)
     assert (await sent(served, "/detokenize", tokens=tokens["tokens"])) == (200, {"prompt": TEXT})
-    assert (await sent(served, "/detokenize", tokens=[1 << 20]))[0] == 400
+    status, answer = await sent(served, "/detokenize", tokens=[1 << 20])
+    assert status == 400 and answer["error"]["param"] == "tokens"
     assert json.loads((await served.get("/version"))[1]) == {"version": penstock.__version__}
     assert json.loads((await served.get("/load"))[1]) == {"server_load": 0}
     assert [(await served.get("/ping"))[0], (await sent(served, "/ping"))[0]] == [200, 200]

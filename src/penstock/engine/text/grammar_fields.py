@@ -100,6 +100,17 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | StructuralTag | None = None
+    # vLLM's clients send these fields with their defaults.
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+    def require_supported(self) -> None:
+        for name in ("disable_additional_properties", "whitespace_pattern"):
+            if getattr(self, name):
+                path = f"structured_outputs.{name}"
+                raise GrammarError(f"{path} is not supported: leave it out", path)
 
 
 # The field's path, and the kind of grammar. `json_object` is a flag.
@@ -135,6 +146,8 @@ class GrammarFields(msgspec.Struct, kw_only=True):
     def grammar_source(self) -> GrammarSource | None:
         """Returns the grammar of the request; None: it has none. Raises GrammarError if it has several."""
         sources = []
+        if self.structured_outputs is not None:
+            self.structured_outputs.require_supported()
         if self.response_format is not None and self.response_format.type != "text":
             sources.append(_source_of(self.response_format))
         for path, kind, outer, inner in _PATHS:

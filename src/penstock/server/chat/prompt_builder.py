@@ -340,14 +340,16 @@ class PromptBuilder:
             raise
         return prompts
 
-    async def ids(self, prompt: str | list[int], add_special: bool = True, limit: Limit | None = None) -> list[int]:
+    async def ids(
+        self, prompt: str | list[int], add_special: bool = True, limit: Limit | None = None, *, param: str = "prompt"
+    ) -> list[int]:
         """Returns the ids of a text, or a list of ids as it is. Raises ApiError for unknown ids, and for a
-        text with more than `limit`."""
+        text with more than `limit`. `param` is the field of a prompt without a limit."""
         if not isinstance(prompt, str):
             # Ids beyond the limit need no check: the prompt is refused for its length.
             looked_at = prompt if limit is None else prompt[: limit.tokens + 1]
             if looked_at and max(looked_at) >= self.tokenizer.vocab_size:
-                param = "prompt" if limit is None else limit.param
+                param = param if limit is None else limit.param
                 message = f"expected ids below {self.tokenizer.vocab_size}, got {max(looked_at)} at $.{param}"
                 raise ApiError(400, message, param=param)
             return prompt

@@ -538,7 +538,7 @@ class ApiServer:
         async with self._bodies.receive(request) as body:
             detokenize = await self._bodies.decode(request, body, DetokenizeRequest)
             self._require_model(detokenize.model)
-            ids = await self._reader.ids(detokenize.tokens)
+            ids = await self._reader.ids(detokenize.tokens, param="tokens")
         return json_response({"prompt": await self._reader.text(ids)})
 
     async def _show_version(self, request: Request) -> Response:

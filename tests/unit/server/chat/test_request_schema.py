@@ -14,6 +14,7 @@ from penstock.engine.client.stream import EngineError
 from penstock.engine.media.media_kind import IMAGE, VIDEO
 from penstock.engine.protocol.config import SamplingDefaults
 from penstock.engine.protocol.messages import SamplingParams
+from penstock.engine.text.grammar_fields import GrammarSource
 from penstock.server.chat.request_schema import (
     DECODERS,
     ChatRequest,
@@ -157,6 +158,7 @@ def test_a_field_that_makes_no_sense_is_named(fields: dict[str, Any], param: str
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"regex": "a", "structured_outputs": {"json_object": True}}, "regex"),
+        ({"structured_outputs": {"json": "{}", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
         ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos"),
         ({"ebnf": "root ::= a", "min_tokens": 2, "max_tokens": 4}, "min_tokens"),
         ({"json_schema": "{}", "allowed_token_ids": [1]}, "allowed_token_ids"),
@@ -167,6 +169,13 @@ def test_a_chat_that_makes_no_sense_is_refused_with_its_field(fields: dict[str, 
         request = chat(**fields)
         request.answer_grammar(request.sampling())
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_structured_outputs_may_have_the_defaults_of_vllm() -> None:
+    defaults: dict[str, Any] = dict.fromkeys(("disable_fallback", "disable_any_whitespace"), False)
+    defaults |= {"disable_additional_properties": False, "whitespace_pattern": None, "json": None}
+    request = chat(structured_outputs={"regex": "a", **defaults})
+    assert request.answer_grammar(request.sampling()) == GrammarSource("regex", "a", "structured_outputs.regex")
 
 
 def test_options_of_a_stream_need_a_stream() -> None:
