@@ -31,7 +31,7 @@ from penstock import _native
 from penstock.codec.buffer import Buffer
 from penstock.errors import ClosedError, MemoryExhausted, Missing, Timeout
 from penstock.tensor.handle import Handle
-from penstock.tensor.lease import block_nbytes
+from penstock.tensor.lease import Loan, block_nbytes
 from penstock.tensor.store import Store
 from penstock.tensor.tree import Plan, plan
 
@@ -209,7 +209,11 @@ class Scope:
             _warn_once(store, nbytes)
             return None, "inline_too_large"
         try:
-            return store.put(planned, key=key, timeout=self._timeout), "puts"
+            loan = store.loan(key, planned, timeout=self._timeout)
+            if not isinstance(loan, Loan):  # another process or thread has put the value meanwhile
+                return loan, "hits"
+            with loan:
+                return loan.commit(), "puts"
         except (MemoryExhausted, Timeout):
             return None, "inline_full"
 
