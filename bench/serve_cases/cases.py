@@ -71,12 +71,9 @@ class Load:
             "output-len": self.output_tokens,
             "images": self.images,
         }
-        return [
-            *(f"--{name}={value}" for name, value in output.items()),
-            "--ignore-eos",
-            f"--model={NAME}",
-            "--timeout=200",
-        ]
+        if self.is_repeated:  # the last prompt of the warm-up waits for all others
+            output["timeout"] = 200
+        return [*(f"--{name}={value}" for name, value in output.items()), "--ignore-eos", f"--model={NAME}"]
 
 
 def run_load(
@@ -95,14 +92,14 @@ def run_load(
 
 def measured(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
     """One way's turn: what clients saw, and what its processes used for it, what came before the load included."""
+    warm_up = load.concurrency
     if load.is_repeated:
-        seed = 0
+        seed = warm_up = 0
         run_load(server, load, scratch, seed, within=REPEATED_PATIENCE)
     before = server.cpu_seconds()
-    result = run_load(server, load, scratch, seed, 0 if load.is_repeated else load.concurrency)
+    result = run_load(server, load, scratch, seed, warm_up)
     used = {role: cpu - before.get(role, 0.0) for role, cpu in server.cpu_seconds().items()}
-    warm_up = 0 if load.is_repeated else load.concurrency / load.requests
-    thousands = result["output_tokens"] * (1 + warm_up) / 1e3
+    thousands = (result["output_tokens"] * (1 + warm_up / load.requests)) / 1e3  # of the warm-up, too
     return {
         "requests_per_s": result["requests_per_s"],
         "tokens_per_s": result["output_tokens_per_s"],

@@ -192,7 +192,7 @@ struct Tile {
 
 // Reads a byte of each cache line of keys (or values) of the KV heads [first, last), in the order in which they lie in
 // memory: so the processor's own prefetcher reads ahead. The rows of one head alone lie apart, and waited for two dozen
-// lines at a time: with prefetch instructions, a step of 8 rows and 2,048 positions took 1.4 times as long.
+// lines at a time: with prefetch instructions, a step of 8 rows and 2,048 positions took 1.1 to 1.2 times as long.
 inline void fetch(const PagedAttention& p, const i32* table, const void* cache, u64 size, u64 first, u64 last,
                   u64 position, u64 end) {
     u64 nbytes = size * (p.dtype == DType::float32 ? sizeof(float) : sizeof(u16));
@@ -219,12 +219,13 @@ inline void attend(const PagedAttention& p, const Tile<Type>& keys, const Tile<T
         float* head_scores = scores + head * TILE;
         if (p.softcap != 0.0f) cap_scores(head_scores, (count + LANES - 1) / LANES * LANES, 1.0f, p.softcap);
         float max = find_max(head_scores, count, heads.maxima[head]);
-        float rescale = exp_nonpositive(heads.maxima[head] - max);  // the sums so far are relative to the old maximum
-        heads.weights[head] = heads.weights[head] * rescale + exponentiate(head_scores, count, max);
-        if (max == heads.maxima[head]) continue;
-        heads.maxima[head] = max;
-        float* sums = heads.sums + head * room;
-        for (u64 k = 0; k < room; k += LANES) store(sums + k, load(sums + k) * rescale);
+        if (max != heads.maxima[head]) {  // the sums so far are relative to the old maximum
+            float rescale = exp_nonpositive(heads.maxima[head] - max);
+            heads.maxima[head] = max, heads.weights[head] *= rescale;
+            float* sums = heads.sums + head * room;
+            for (u64 k = 0; k < room; k += LANES) store(sums + k, load(sums + k) * rescale);
+        }
+        heads.weights[head] += exponentiate(head_scores, count, max);
     }
     u64 k = 0;
     for (; k + PAIRS * PAIR <= size; k += PAIRS * PAIR)

@@ -95,7 +95,7 @@ class Client:
         self._deltas = cluster.servers[index].open_async_receiver(name=name)
         self._cores = CoreSenders(cluster, self._me)
         self._board = StatusBoard(cluster.board)
-        self._rows, self._cluster_row = self._board.rows, self._board.cluster
+        self._rows = self._board.rows
         self._verdicts = VerdictBoard(cluster.verdicts)
         self.counters = [MigrationCounters() for _ in cluster.inboxes] if counters is None else counters
         self._ledger = BlameLedger(cluster.blame, cluster.config.api_server_count, index)
@@ -222,7 +222,7 @@ class Client:
             await self._group_return.wait(deadline, began)
             if self._end is not None:
                 raise self._end
-            if self._cluster_row[StatusBoard.DRAINING]:
+            if self._board.is_draining:
                 raise EngineError(503, "the engine is shutting down, and accepts no more requests")
             try:
                 place = (stream := self._open_stream(submitted, scope)).place

@@ -273,8 +273,7 @@ class Conversation(NamedTuple):
     @classmethod
     def of(cls, messages: list[Message], tools: Sequence[Tool] | None = None) -> Conversation:
         conversation = cls([], [], tools_for_template(tools) if tools else [])
-        has_calls = any(message.tool_calls or message.role == "tool" for message in messages)
-        results = CallResults() if has_calls else None
+        results = CallResults() if any(each.tool_calls or each.role == "tool" for each in messages) else None
         for place, message in enumerate(messages):
             for name, way_out in (("function_call", "use tool_calls"), ("audio", "expected nothing")):
                 if getattr(message, name):
@@ -429,7 +428,7 @@ def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> 
 def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
     """Returns the encoded names of the fields of type `int` or `int | None`."""
     fields = msgspec.inspect.type_info(kind).fields  # type: ignore[attr-defined]
-    kinds = {each.encode_name: {type(kind) for kind in getattr(each.type, "types", (each.type,))} for each in fields}
+    kinds = {field.encode_name: set(map(type, getattr(field.type, "types", (field.type,)))) for field in fields}
     optional = {msgspec.inspect.IntType, msgspec.inspect.NoneType}
     return frozenset(name for name, types in kinds.items() if msgspec.inspect.IntType in types <= optional)
 
