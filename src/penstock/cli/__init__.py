@@ -27,10 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a locale without µ
     try:
-        options = parser(words[:1]).parse_args(words)
-        status = int(options.run(options))
-        sys.stdout.flush()
-        return status
+        try:
+            options = parser(words[:1]).parse_args(words)
+            return int(options.run(options))
+        finally:
+            sys.stdout.flush()  # of --help and --version, too
     except KeyboardInterrupt:
         return 130
     except OSError as error:

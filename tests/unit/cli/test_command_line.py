@@ -356,11 +356,16 @@ def test_want_of_memory_is_told_in_one_line_with_status_1(
     assert capsys.readouterr().err == f"penstock {words}: {text}\n"
 
 
-def test_output_on_a_full_disk_is_told_in_one_line() -> None:
-    for words in (["--version"], ["inspect", str(os.getpid())]):
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_output_on_a_full_disk_is_told_in_one_line(unbuffered: str) -> None:
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    commands = [["--version"], ["inspect", str(os.getpid())]]
+    if not unbuffered:  # argparse drops the error of an unbuffered write
+        commands.append(["--help"])
+    for words in commands:
         with Ring() as ring, open("/dev/full", "w") as full:
             command = [sys.executable, "-m", "penstock", *words]
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+            done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
             expected = f"penstock: [Errno {errno.ENOSPC}] {os.strerror(errno.ENOSPC)}\n"
             assert (done.returncode, done.stderr) == (2, expected), ring
 
