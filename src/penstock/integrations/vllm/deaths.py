@@ -244,6 +244,8 @@ def replace() -> None:
         create(self, *arguments, **keywords)
         if cause := causes():
             self.args = (f"{self.args[0]} {cause}", *self.args[1:])
+            if hasattr(self, "CLIENT_MESSAGE"):  # from 0.33.0 on, what clients get instead of `args`
+                self.CLIENT_MESSAGE = f"{self.CLIENT_MESSAGE} {cause}"
 
     EngineDeadError.__init__ = with_cause
 
