@@ -35,7 +35,7 @@ from penstock.engine.worker.cpu_kernels import keep_freed_memory, set_threads
 from penstock.engine.worker.cpu_threads import share
 from penstock.engine.worker.device import EncodingCounts, SamplerOutput
 from penstock.engine.worker.grammars import GrammarCounts
-from penstock.engine.worker.model import load_on_cpu, quantization_of
+from penstock.engine.worker.model_loader import load_on_cpu, quantization_of
 from penstock.engine.worker.model_runner import FULL_STEP_TOKENS
 from penstock.engine.worker.paged_attention import NAME, AttentionStyle
 from penstock.engine.worker.pooler import Pooler

@@ -118,7 +118,8 @@ class Grammars:
         """Begins the masks of a step, before the device computes the step. `slots`: those that sample. Returns None if
         no row has a grammar."""
         states, (before, self._ids) = self.states, (self._ids, None)
-        self._rows = [(row, states[slot]) for row, slot in enumerate(slots.tolist()) if slot in states]
+        numbers = slots.tolist() if states else []
+        self._rows = [(row, states[slot]) for row, slot in enumerate(numbers) if slot in states]
         masks = self._thread.submit(self._fill, self._rows, before) if self._rows or before is not None else None
         return masks if self._rows else None
 

@@ -25,9 +25,7 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.lora import Adapter
 from penstock.engine.protocol.messages import AdapterChange, AdapterState, FinishReason, Step
-from penstock.engine.worker import model as models
-from penstock.engine.worker import rope
-from penstock.engine.worker.cpu_decoder import AdapterRun
+from penstock.engine.worker import model_loader, rope
 from penstock.engine.worker.cpu_kernels import keep_freed_memory, kernel_threads, set_threads
 from penstock.engine.worker.cpu_threads import (
     SHORT,
@@ -45,7 +43,7 @@ from penstock.engine.worker.grammars import Grammars, TokenMasks
 from penstock.engine.worker.image_encoder import Open, device_inputs
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
 from penstock.engine.worker.kv_pages import KVPages
-from penstock.engine.worker.lora import adapter_runs
+from penstock.engine.worker.lora import AdapterRun, adapter_runs
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention
 from penstock.engine.worker.pooler import Pooler
 from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs, PromptScorer
@@ -120,7 +118,7 @@ class ModelRunner:
         has_head = pooler is None or pooler.needs_logits
         parts = files.fingerprint.digest, files.weights_identity, dtype, self._ranks.rank, self._ranks.size, has_head
         shared = SharedWeights.open(weight_file, *parts, check=files.require_unchanged)
-        self._model = models.load(
+        self._model = model_loader.load(
             Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, utilization=memory_utilization,
             request_tokens=(max_blocks_per_request or 1) * block_size if blocks is None else 0,
             reserved=KEPT_NBYTES if blocks is None else 0,

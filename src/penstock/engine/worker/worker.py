@@ -132,7 +132,7 @@ def import_device(config: EngineConfig) -> None:
     if config.simulated is None:
         import_engine()
         from penstock.engine.worker import encoder_runner  # noqa: F401
-        from penstock.engine.worker.model import import_family
+        from penstock.engine.worker.model_loader import import_family
 
         import_family(Path(config.model))
 

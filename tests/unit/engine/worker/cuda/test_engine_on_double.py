@@ -623,14 +623,14 @@ def test_model_that_waits_for_the_device_is_answered_without_graphs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A mixture that runs the experts of a token in turn."""
-    of, load = family("qwen3_moe"), model_runner.models.load
+    of, load = family("qwen3_moe"), model_runner.model_loader.load
 
     def load_with_eager_experts(*arguments: Any, **options: Any) -> Any:
         model = load(*arguments, **options)
         model.stock.set_experts_implementation("eager")
         return model
 
-    monkeypatch.setattr(model_runner.models, "load", load_with_eager_experts)
+    monkeypatch.setattr(model_runner.model_loader, "load", load_with_eager_experts)
     with caplog.at_level(logging.INFO, "penstock.engine"):
         runner = on_double(of)
     assert [len(graphs) for graphs in runner.graphs] == [0, 0]
