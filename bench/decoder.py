@@ -61,10 +61,10 @@ def compute_turns(
     import torch
 
     from penstock.engine.core.step_builder import StepBuilder
-    from penstock.engine.worker.cpu_decoder import CpuLayer
     from penstock.engine.worker.cpu_kernels import set_threads
     from penstock.engine.worker.input_batch import build_batch
-    from penstock.engine.worker.model import load
+    from penstock.engine.worker.model import CpuLayer
+    from penstock.engine.worker.model_loader import load
     from penstock.engine.worker.paged_attention import PagedAttention
     from penstock.engine.worker.tensor_parallel import TPGroup
 

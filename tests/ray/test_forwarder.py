@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("aiohttp", reason="aiohttp comes with the extra ray: pip install '.[engine,ray]'")
 
 from penstock.integrations.ray_serve.forwarder import Forwarder
-from tests.support.loops import in_a_loop
+from tests.support.loops import in_a_loop, until
 
 Handler = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 WITHIN = 10.0  # seconds; for anything
@@ -109,14 +109,6 @@ async def forwarding(handler: Handler) -> AsyncIterator[tuple[Engine, Forwarder]
         await forwarder.close()
         server.close()
         await until(lambda: engine.open == 0)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async def wait() -> None:
-        while not condition():
-            await asyncio.sleep(0.001)
-
-    await asyncio.wait_for(wait(), WITHIN)
 
 
 async def body_of(head: bytes, reader: asyncio.StreamReader) -> bytes:

@@ -78,7 +78,7 @@ class StateDevice:
         ids = torch.tensor([self._chance.choice(WORDS) for _ in slots], dtype=torch.int32)
         if slots.size:
             self._store(slots, ids)
-        return SimpleNamespace(result=lambda: SamplerOutput(ids.numpy()))
+        return SamplerOutput(ids.numpy())
 
     def _join(self, slot: int, prompt: Ints, generated: Ints) -> None:
         params = SamplingParams(frequency_penalty=PENALTY)

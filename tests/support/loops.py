@@ -12,3 +12,8 @@ def in_a_loop(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., 
         asyncio.run(scene(**fixtures))
 
     return test
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)

@@ -15,7 +15,7 @@ from tests.imports import calls_core, imports_torch
         ("from transformers import logging", True),
         ("import pytest\npytest.importorskip('torch', reason='x')", True),
         ("if True:\n    import torch", True),
-        ("from penstock.engine.worker.model import load", True),  # which imports it
+        ("from penstock.engine.worker.model_loader import load", True),  # which imports it
         ("def test():\n    import torch", False),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", False),
         ("import numpy, penstock", False),

@@ -1,4 +1,4 @@
-"""Frames: the bytes of one message.
+"""Frames: the bytes of one message, and the codec of a channel of messages.
 
     short frame        number (1) │ struct
     frame with parts   number + 128 (1) │ is_long (1) │ 0 (2) │ struct_nbytes (4) │ struct │ part │ part …
@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from penstock import _native
 from penstock.codec.buffer import Buffer
-from penstock.codec.catalogue import Catalogue, array_dtype, decode_error
+from penstock.codec.catalogue import Catalogue, Schema, array_dtype, decode_error
 from penstock.codec.dtypes import CODES, DTYPES, MAX_DIMENSIONS, PLAIN
-from penstock.errors import DecodeError
+from penstock.errors import DecodeError, LayoutMismatch
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer as Exporter
@@ -324,3 +325,56 @@ def _target(hint: Any) -> tuple[np.dtype[Any] | None, int, int]:
         dtype = array_dtype(hint)
         return (dtype, CODES[dtype], dtype.itemsize)
     return (None, PLAIN, 1)
+
+
+class MessageCodec:
+    """Messages are objects of agreed classes, and records are their frames."""
+
+    record = "frame"  # what `decode` takes: a short record is copied, a long record is leased where it lies
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.catalogue = catalogue
+        # A call takes an encoder out, or makes an encoder, and puts it back unless encoding fails. Threads do not wait
+        # for each other, and a signal handler or an exception in the middle of a call spoils no other call.
+        self._encoders: list[FrameEncoder] = []
+        self._decoders: list[FrameDecoder] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MessageCodec, (self.catalogue,)
+
+    def schema(self) -> bytes:
+        schema = self.catalogue.schema.encode()
+        if len(schema) > _native.MAX_SCHEMA_NBYTES:
+            raise ValueError(
+                f"the description of these {len(self.catalogue.messages)} classes takes {len(schema):,} bytes; a "
+                f"channel has room for {_native.MAX_SCHEMA_NBYTES:,}: give them fewer fields, or shorter names"
+            )
+        return schema
+
+    def require_same(self, schema: bytes, channel: str) -> None:
+        if not schema:
+            raise LayoutMismatch(
+                f"expected a channel of {self.catalogue.names()}, got '{channel}', which carries bytes"
+            )
+        self.catalogue.require_same(Schema.decode(schema), channel)
+
+    def encode(self, message: Any) -> bytes | list[Exporter]:
+        try:
+            encoder = self._encoders.pop()
+        except IndexError:
+            encoder = FrameEncoder(self.catalogue)
+        frame = encoder.encode(message)
+        self._encoders.append(encoder)
+        return frame
+
+    def decode(self, record: Exporter) -> Any:
+        try:
+            decoder = self._decoders.pop()
+        except IndexError:
+            decoder = FrameDecoder(self.catalogue)
+        message = decoder.decode(record)
+        self._decoders.append(decoder)
+        return message
+
+    def __str__(self) -> str:
+        return " | ".join(message.__name__ for message in self.catalogue.messages)

@@ -254,13 +254,6 @@ def test_numbers_of_tokens_may_have_a_suffix(text: str, number: int) -> None:
     assert options.max_model_len == options.max_num_batched_tokens == number
 
 
-@pytest.mark.parametrize("text", ["", "-1", "4.5", "4.5K", "k", "4x", "auto"])
-def test_a_number_of_tokens_that_is_none_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["serve", f"--max-model-len={text}"])
-    assert "a whole number like 4096" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("text", "images", "videos"),
     [('{"image": 5}', 5, 4), ("image=5", 5, 4), ('{"image": 0, "video": 0}', 0, 0), ("video=2,audio=0", 16, 2)],
@@ -270,11 +263,24 @@ def test_limits_of_images_and_videos_are_written_as_for_vllm(text: str, images: 
     assert (options.image_limits.count, options.video_limits.count) == (images, videos)
 
 
-@pytest.mark.parametrize("text", ["4", '{"image": "x"}', "image=x", "{", '{"audio": 2}', "image=1,audio=1"])
-def test_a_limit_that_is_of_neither_images_nor_videos_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cli.main(["serve", "--limit-mm-per-prompt", text])
-    assert "argument --limit-mm-per-prompt: expected numbers" in capsys.readouterr().err
+NO_NUMBERS = ["", "-1", "4.5", "4.5K", "k", "4x", "auto"]
+NO_LIMITS = ["4", '{"image": "x"}', "image=x", "{", '{"audio": 2}', "image=1,audio=1"]
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "text"),
+    [
+        ("--max-model-len", NO_NUMBERS, "a whole number like 4096"),
+        ("--limit-mm-per-prompt", NO_LIMITS, "argument --limit-mm-per-prompt: expected numbers"),
+    ],
+)
+def test_value_that_an_option_does_not_take_is_refused(
+    option: str, values: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in values:
+        with pytest.raises(SystemExit):
+            cli.main(["serve", f"{option}={value}"])
+        assert text in capsys.readouterr().err, value
 
 
 def test_synonyms_of_types_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Peers: name, number and state; departures and deaths with causes, found at once without a send."""
 
+import contextlib
 import gc
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 
@@ -96,35 +98,27 @@ def test_a_closed_end_has_left(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "how"),
+    ("end", "how", "is_listed"),
     [
-        (lambda other: other.kill(signal.SIGKILL), "killed by SIGKILL"),
-        (lambda other: other.kill(signal.SIGABRT), "killed by SIGABRT"),
-        (lambda other: other.say("exit"), "exit status 7"),
+        (lambda other: other.kill(signal.SIGKILL), "killed by SIGKILL", False),
+        (lambda other: other.kill(signal.SIGABRT), "killed by SIGABRT", True),
+        (lambda other: other.say("exit"), "exit status 7", True),
     ],
     ids=["SIGKILL", "SIGABRT", "exit 7"],
 )
-def test_dead_peer_has_the_cause_of_its_death(end: object, how: str) -> None:
+def test_dead_peer_has_the_cause_of_its_death(end: Callable[[Program], object], how: str, is_listed: bool) -> None:
+    """A survivor watches a peer from its join on: the survivor need not have listed the peer."""
     pool = Pool.create(4096)
     pool.join("survivor")
     with program(PEER, pool.ticket, "victim", env=DYING) as other:
         assert other.hear() == "1"
-        assert named(pool)["victim"].state == "live"  # so a peer watches it
-        end(other)  # type: ignore[operator]
+        if is_listed:
+            assert named(pool)["victim"].state == "live"
+        end(other)
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         eventually(lambda: named(pool)["victim"].state == "dead")
         peer = named(pool)["victim"]
         assert (peer.index, peer.pid, peer.how) == (1, other.pid, how)
-
-
-def test_death_has_its_cause_in_a_survivor_idle_since_the_peer_came() -> None:
-    pool = Pool.create(4096)
-    pool.join("survivor")
-    with program(PEER, pool.ticket, "victim", env=DYING) as other:
-        assert other.hear() == "1"
-        other.kill()
-        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
-        eventually(lambda: named(pool)["victim"].state == "dead")
-        assert named(pool)["victim"].how == "killed by SIGKILL"
 
 
 def test_process_that_is_not_the_parent_notices_a_death() -> None:
@@ -280,8 +274,6 @@ def test_one_thread_watches_all_peers() -> None:
     before = threads()
     pools = [Pool.create(4096) for _ in range(5)]
     others: list[Program] = []
-    import contextlib
-
     with contextlib.ExitStack() as stack:
         for pool in pools:
             pool.join()

@@ -2,6 +2,8 @@
 
 import random
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -95,34 +97,31 @@ def test_take_names_max_blocks_when_block_numbers_run_out() -> None:
     pool.take(1)
 
 
-@pytest.mark.parametrize("nbytes", [-1, -(1 << 70)])
-def test_a_negative_size_is_refused(nbytes: int) -> None:
-    with pytest.raises(ValueError, match="expected nbytes of a block to be 0 or more"):
+@pytest.mark.parametrize("nbytes", [-1, -(1 << 70), 1.5, "5", None], ids=repr)
+def test_a_size_that_is_negative_or_no_whole_number_is_refused(nbytes: Any) -> None:
+    error, text = (
+        (ValueError, "expected nbytes of a block to be 0 or more") if type(nbytes) is int else (TypeError, None)
+    )
+    with pytest.raises(error, match=text):
         Pool.create(4096).take(nbytes)
 
 
-@pytest.mark.parametrize("nbytes", [1.5, "5", None], ids=repr)
-def test_a_size_that_is_no_whole_number_is_refused(nbytes: object) -> None:
-    with pytest.raises(TypeError):
-        Pool.create(4096).take(nbytes)  # type: ignore[arg-type]
+def seconds_from(free: Callable[[], object], pool: Pool) -> float:
+    """Returns how long after `free` a wait for the whole pool ends."""
+    with thread(lambda: pool.take(4096, timeout=20)) as waiting:
+        with pytest.raises(AssertionError):
+            waiting.ended(within=0.05)
+        freed_at = time.monotonic()
+        free()
+        waiting.ended()
+    assert waiting.error is None
+    waiting.value = None
+    return waiting.ended_at - freed_at
 
 
 def test_take_waits_for_a_release_by_another_thread() -> None:
     pool = Pool.create(4096)
-
-    def measure() -> float:
-        lease = pool.take(4096)
-        with thread(lambda: pool.take(4096, timeout=20)) as waiting:
-            with pytest.raises(AssertionError):
-                waiting.ended(within=0.05)
-            released_at = time.monotonic()
-            lease.release()
-            waiting.ended()
-        assert waiting.error is None
-        waiting.value = None
-        return waiting.ended_at - released_at
-
-    soon(measure)
+    soon(lambda: seconds_from(pool.take(4096).release, pool))
 
 
 @pytest.mark.parametrize("how", ["leave", "die"])
@@ -134,18 +133,7 @@ def test_take_waits_for_a_holder_to_go(how: str) -> None:
             assert other.hear().startswith("ready")
             other.say("take", 4000)
             assert other.hear() == "done"
-            with thread(lambda: pool.take(4096, timeout=20)) as waiting:
-                with pytest.raises(AssertionError):
-                    waiting.ended(within=0.05)
-                at = time.monotonic()
-                if how == "die":
-                    other.kill()
-                else:
-                    other.say("leave")
-                waiting.ended()
-            assert waiting.error is None
-            waiting.value = None
-            return waiting.ended_at - at
+            return seconds_from(other.kill if how == "die" else lambda: other.say("leave"), pool)
 
     soon(measure)
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from penstock.server import heap
 from penstock.server.heap import Heap
 from penstock.tools.inspect import private_nbytes_of
-from tests.support.loops import in_a_loop
+from tests.support.loops import in_a_loop, until
 
 MB = 1 << 20
 
@@ -23,13 +22,6 @@ def private() -> int:
     result = private_nbytes_of(os.getpid())
     assert result is not None
     return result
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = asyncio.get_running_loop().time() + 60
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline
-        await asyncio.sleep(0.01)
 
 
 class Cycle:

@@ -129,19 +129,10 @@ def test_open_uses_a_grant_up_and_get_does_not() -> None:
         store.grant_all(lease)
     worker.get(key(1)).release()
     assert not store.evict(key(1))
-    worker.open(key(1)).release()
-    worker.open(key(1)).release()  # without a grant: as get()
-    assert store.evict(key(1))
-
-
-def test_open_holds_the_value_before_its_grant_ends() -> None:
-    store = new_store()
-    worker = attached(store, "worker")
-    with store.put(1, key=key(1)) as lease:
-        store.grant_all(lease)
     with worker.open(key(1)) as opened:
         assert not store.evict(key(1))
         assert opened.value() == 1
+    worker.open(key(1)).release()  # without a grant: as get()
     assert store.evict(key(1))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from penstock import Handle, MemoryExhausted, MemoryOptions, Missing, Store
 from tests.conftest import eventually
-from tests.support.control_groups import memory_group
+from tests.support.control_groups import memory_group, raise_limit
 from tests.support.processes import program
 from tests.support.values import MB, blocks, key
 
@@ -186,9 +185,7 @@ def test_lack_of_memory_fails_the_put_and_the_store_goes_on() -> None:
         assert other.hear() == "True"
         assert other.hear() == "True True"
         assert other.hear() == "True"
-        for file in ("memory.max", "memory.limit_in_bytes"):
-            if (group / file).exists():
-                (group / file).write_text(str(512 * MIB))
+        raise_limit(group, 512 * MIB)
         other.say("there is more")
         assert other.hear() == "True True"
         assert other.end() == 0
@@ -197,7 +194,6 @@ def test_lack_of_memory_fails_the_put_and_the_store_goes_on() -> None:
 def test_a_put_that_lacks_memory_waits_for_it_to_come_back() -> None:
     source = """
         import numpy as np
-        from penstock import lowlevel
         store = penstock.Store(384 << 20, max_items=256)
         with open(sys.argv[1], "w") as group:
             group.write(str(os.getpid()))
@@ -206,15 +202,14 @@ def test_a_put_that_lacks_memory_waits_for_it_to_come_back() -> None:
             while True:
                 held.append(store.put(content, timeout=0))
         except penstock.MemoryExhausted:
-            say("short")
+            say(store.ticket)
         say(store.put(content, timeout=20).nbytes > 8 << 20)
     """
     with memory_group(128 * MIB) as group, program(source, group / "cgroup.procs", within=60) as other:
-        assert other.hear() == "short"
-        time.sleep(0.2)
-        for file in ("memory.max", "memory.limit_in_bytes"):
-            if (group / file).exists():
-                (group / file).write_text(str(512 * MIB))
+        with Store.attach(other.hear()) as store:
+            before = store.stats().pool.exhaustions
+            eventually(lambda: store.stats().pool.exhaustions > before, 20)
+        raise_limit(group, 512 * MIB)
         assert other.hear() == "True"
         assert other.end() == 0
 

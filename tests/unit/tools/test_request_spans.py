@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("penstock.engine._native")
 
 from penstock.codec.catalogue import Catalogue
-from penstock.codec.codecs import MessageCodec
+from penstock.codec.frame import MessageCodec
 from penstock.engine.protocol.messages import (
     DELTAS,
     INBOX,

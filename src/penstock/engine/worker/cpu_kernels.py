@@ -1,13 +1,13 @@
 """Native kernels of a CPU, and what they read: rows by their addresses, and memory in large pages.
 
-RMS norms and the choice of tokens are computed here; `cpu_linear`, `cpu_attention` and `cpu_decoder` have the other
-kernels. The number of the kernels' threads is not always torch's.
+Products with packed weights, RMS norms, rotary embeddings and the choice of tokens are here; attention is in
+`paged_attention`, and a call that computes whole layers in `model`. The number of the kernels' threads is not always
+torch's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
 import mmap
 from collections.abc import Callable, Sequence
@@ -19,16 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine import _native
-from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.columns import Index
 from penstock.engine.worker.grammars import TokenMasks
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # options of glibc's malloc.h
 MAX_MMAP_THRESHOLD = 32 << 20  # glibc refuses more
 KEPT_NBYTES = 256 << 20  # free memory at the end of the heap
-NORM_DTYPES = (torch.float32, torch.bfloat16)
-EPSILONS = ("variance_epsilon", "eps", "epsilon")  # transformers' names of one number
-NORM_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.01}  # of each output
 NO_MASKS = TokenMasks(np.zeros(0, np.int64), np.zeros((0, 0), np.int32), {})
 Floats = npt.NDArray[np.float32]
 _kernel_threads = 1
@@ -57,25 +53,6 @@ def rows_of(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def replace_forwards(
-    model: nn.Module, parts: Sequence[str], find: Callable[[Any], Callable[..., Any] | None], kind: str
-) -> None:
-    """Replaces the computation of modules with these parts by what `find` returns. None: the module keeps its own."""
-    replaced = stock = 0
-    module: Any  # its method is replaced
-    for module in model.modules():
-        if not all(hasattr(module, name) for name in parts):
-            continue
-        computation = find(module)
-        if computation is None:
-            stock += 1
-            continue
-        module.forward = computation
-        replaced += 1
-    if replaced or stock:
-        event(f"{kind} layers replaced", layers=replaced, stock=stock)
-
-
 def huge_pages(nbytes: int) -> mmap.mmap:
     """Returns memory of zeros, allocated when it is written to, in large pages where the kernel has any."""
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -93,6 +70,80 @@ def keep_freed_memory() -> None:
         set_option = ctypes.CDLL(None).mallopt
         set_option(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD)
         set_option(M_TRIM_THRESHOLD, KEPT_NBYTES)
+
+
+# ── products ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+class Product:
+    """Computes a packed layer for tensors [..., inputs]."""
+
+    def __init__(self, packed: _native.PackedLinear, dtype: torch.dtype) -> None:
+        self.packed = packed
+        self.dtype = dtype
+        self._inputs = packed.inputs
+        self._width = packed.results
+
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """`added` [rows, outputs]: is added to x W^T, before a gate."""
+        rows = rows_of(x, self._inputs, self.dtype)
+        count = rows.shape[0]
+        out = torch.empty(*x.shape[:-1], self._width, dtype=self.dtype)
+        if count:
+            addend = (0, 0) if added is None else (added.data_ptr(), added.stride(0))
+            arguments = (rows.data_ptr(), rows.stride(0), count, out.data_ptr(), self._width)
+            self.packed.compute(*arguments, kernel_threads(), *addend)
+        return out
+
+
+class GatedMlp(NamedTuple):
+    """Computes a gated MLP. `product` is that of the gate and the up projection."""
+
+    product: Callable[[Tensor], Tensor]
+    mlp: Any
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.mlp.down_proj(self.product(x))
+
+
+class SharedProduct:
+    """Computes several layers of one input at the first call for this input. The other layers take their slices."""
+
+    def __init__(self, product: Product) -> None:
+        self.product: Callable[[Tensor], Tensor] = product
+        self._x: Tensor | None = None
+        self._out: Tensor | None = None
+        self._left = 0  # slices that have not been taken
+        self.slices = 0
+
+    @staticmethod
+    def of(layers: Sequence[nn.Module]) -> Product | None:
+        """Returns the product with all results of these layers in this order, and no more; None: there is none."""
+        slices = [layer.forward for layer in layers if isinstance(layer.forward, SharedSlice)]
+        if len(slices) < len(layers) or len({part.shared for part in slices}) != 1:
+            return None
+        product = slices[0].shared.product
+        ends = [part.end for part in slices]
+        assert isinstance(product, Product), "the model has no adapters yet"
+        return product if [0, *ends] == [*(part.begin for part in slices), product.packed.results] else None
+
+    def take(self, x: Tensor, begin: int, end: int) -> Tensor:
+        if x is not self._x or self._out is None:
+            self._x, self._out, self._left = x, self.product(x), self.slices
+        out = self._out[..., begin:end]
+        self._left -= 1
+        if not self._left:
+            self._x = self._out = None
+        return out
+
+
+class SharedSlice:
+    """Computes one layer of a `SharedProduct`."""
+
+    def __init__(self, shared: SharedProduct, begin: int, end: int) -> None:
+        self.shared, self.begin, self.end = shared, begin, end
+        shared.slices += 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.shared.take(x, self.begin, self.end)
 
 
 # ── RMS norms ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -118,54 +169,50 @@ class RmsNorm(NamedTuple):
         return out
 
 
-@torch.inference_mode()
-def replace_norms(model: nn.Module) -> None:
-    """Replaces the computation of each RMS norm if its class computes what the kernel does, found by a trial."""
-    adds_one: dict[type, bool | None] = {}
-    replaced = 0
-    module: Any  # its method is replaced
-    for module in model.modules():
-        if not type(module).__name__.endswith("RMSNorm") or (norm := norm_of(module)) is None:
-            continue
-        kind = type(module)
-        if kind not in adds_one:
-            adds_one[kind] = find_factor(module, norm)
-        if (factor := adds_one[kind]) is not None:
-            module.forward = norm._replace(adds_one=factor)
-            replaced += 1
-    if replaced:
-        event("norms replaced", norms=replaced)
+# ── rotary embeddings ─────────────────────────────────────────────────────────────────────────────────────────────────
+def can_rotate(hidden_states: Tensor, position_embeddings: Any, size: int, dtype: torch.dtype) -> bool:
+    """Whether kernels take these embeddings of positions, for heads of this size and type."""
+    if not isinstance(position_embeddings, tuple) or len(position_embeddings) != 2:
+        return False
+    shape = (1, hidden_states.shape[1], size)
+    return hidden_states.dim() == 3 and all(each.shape == shape and each.dtype == dtype for each in position_embeddings)
 
 
-def norm_of(module: Any) -> RmsNorm | None:
-    """Returns the norm of a module with one weight and one epsilon; None: it is something else."""
-    weight = getattr(module, "weight", None)
-    epsilons = [getattr(module, name) for name in EPSILONS if isinstance(getattr(module, name, None), float)]
-    if len(epsilons) != 1 or len(list(module.parameters())) != 1 or not isinstance(weight, Tensor):
-        return None
-    if weight.dtype not in NORM_DTYPES or weight.device.type != "cpu" or weight.dim() != 1:
-        return None
-    return RmsNorm(weight.detach().contiguous(), epsilons[0], adds_one=False)
+class Projected(NamedTuple):
+    """Queries, keys and values of a step, as a layer's projections give them."""
+
+    query: Tensor  # [tokens, heads * size]
+    key: Tensor
+    value: Tensor
+    cos: Tensor  # [tokens, size]
+    sin: Tensor
+    query_norm: RmsNorm | None
+    key_norm: RmsNorm | None
+
+    def write(self, places: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Writes keys and values to the places of a layer's cache, and returns the queries [tokens, heads, size]."""
+        tokens, size = self.cos.shape
+        queries = torch.empty(tokens, self.query.shape[1] // size, size, dtype=self.query.dtype)
+        norm = self.query_norm
+        _native.rotary(
+            _heads(self.query, queries.shape[1], self.query_norm),
+            _heads(self.key, keys.shape[1], self.key_norm),
+            _heads(self.value, keys.shape[1], None),
+            (self.cos.data_ptr(), self.sin.data_ptr()),
+            0.0 if norm is None else norm.epsilon,
+            norm is not None and norm.adds_one,
+            (size, values.shape[2]),
+            tokens,
+            places.data_ptr(),
+            (queries.data_ptr(), keys.data_ptr(), values.data_ptr()),
+            queries.dtype == torch.bfloat16,
+            kernel_threads(),
+        )
+        return queries
 
 
-def find_factor(module: nn.Module, norm: RmsNorm) -> bool | None:
-    """Returns whether the module multiplies by 1 + weight; None: it computes something else than the kernel.
-
-    The trial has weights around 1, as 1 + weight is nearly the weight where weights are large.
-    """
-    drawn = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(3, 2, len(norm.weight), generator=drawn), torch.rand(norm.weight.shape, generator=drawn)
-    x, weight = x.to(norm.weight.dtype), (weight + 0.5).to(norm.weight.dtype)
-    trial = copy.deepcopy(module)
-    trial.weight = nn.Parameter(weight, requires_grad=False)
-    expected = trial(x)
-    if expected.dtype != x.dtype or expected.shape != x.shape:
-        return None
-    for adds_one in (False, True):
-        outputs = RmsNorm(weight, norm.epsilon, adds_one)(x)
-        if torch.allclose(outputs, expected, rtol=NORM_TOLERANCES[x.dtype], atol=0.0):
-            return adds_one
-    return None
+def _heads(projected: Tensor, count: int, norm: RmsNorm | None) -> tuple[int, int, int, int]:
+    return projected.data_ptr(), projected.stride(0), count, 0 if norm is None else norm.weight.data_ptr()
 
 
 # ── choice of tokens ──────────────────────────────────────────────────────────────────────────────────────────────────

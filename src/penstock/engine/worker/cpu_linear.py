@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from penstock.engine import _native
 from penstock.engine.cluster.logs import event
-from penstock.engine.worker.cpu_kernels import huge_pages, kernel_threads, rows_of
+from penstock.engine.worker.cpu_kernels import (
+    GatedMlp,
+    Product,
+    SharedProduct,
+    SharedSlice,
+    huge_pages,
+    kernel_threads,
+)
 
 PANEL = 16  # outputs of a panel of packed weights
 ALIGNED = 32  # elements: 64 bytes
@@ -241,79 +248,6 @@ def bias_of(layers: Sequence[Any]) -> npt.NDArray[np.float32] | None:
         return None
     biases = [torch.zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias.detach() for layer in layers]
     return torch.cat([bias.float() for bias in biases]).numpy()
-
-
-class Product:
-    """Computes a packed layer for tensors [..., inputs]."""
-
-    def __init__(self, packed: _native.PackedLinear, dtype: torch.dtype) -> None:
-        self.packed = packed
-        self.dtype = dtype
-        self._inputs = packed.inputs
-        self._width = packed.results
-
-    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """`added` [rows, outputs]: is added to x W^T, before a gate."""
-        rows = rows_of(x, self._inputs, self.dtype)
-        count = rows.shape[0]
-        out = torch.empty(*x.shape[:-1], self._width, dtype=self.dtype)
-        if count:
-            addend = (0, 0) if added is None else (added.data_ptr(), added.stride(0))
-            arguments = (rows.data_ptr(), rows.stride(0), count, out.data_ptr(), self._width)
-            self.packed.compute(*arguments, kernel_threads(), *addend)
-        return out
-
-
-class GatedMlp(NamedTuple):
-    """Computes a gated MLP. `product` is that of the gate and the up projection."""
-
-    product: Callable[[Tensor], Tensor]
-    mlp: Any
-
-    def __call__(self, x: Tensor) -> Any:
-        return self.mlp.down_proj(self.product(x))
-
-
-class SharedProduct:
-    """Computes several layers of one input at the first call for this input. The other layers take their slices."""
-
-    def __init__(self, product: Product) -> None:
-        self.product: Callable[[Tensor], Tensor] = product
-        self._x: Tensor | None = None
-        self._out: Tensor | None = None
-        self._left = 0  # slices that have not been taken
-        self.slices = 0
-
-    @staticmethod
-    def of(layers: Sequence[nn.Module]) -> Product | None:
-        """Returns the product with all results of these layers in this order, and no more; None: there is none."""
-        slices = [layer.forward for layer in layers if isinstance(layer.forward, SharedSlice)]
-        if len(slices) < len(layers) or len({part.shared for part in slices}) != 1:
-            return None
-        product = slices[0].shared.product
-        ends = [part.end for part in slices]
-        assert isinstance(product, Product), "the model has no adapters yet"
-        return product if [0, *ends] == [*(part.begin for part in slices), product.packed.results] else None
-
-    def take(self, x: Tensor, begin: int, end: int) -> Tensor:
-        if x is not self._x or self._out is None:
-            self._x, self._out, self._left = x, self.product(x), self.slices
-        out = self._out[..., begin:end]
-        self._left -= 1
-        if not self._left:
-            self._x = self._out = None
-        return out
-
-
-class SharedSlice:
-    """Computes one layer of a `SharedProduct`."""
-
-    def __init__(self, shared: SharedProduct, begin: int, end: int) -> None:
-        self.shared, self.begin, self.end = shared, begin, end
-        shared.slices += 1
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.shared.take(x, self.begin, self.end)
 
 
 def round_up(size: int, unit: int = ALIGNED) -> int:

@@ -5,14 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from penstock.engine.protocol.batch_state import BatchState
-from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import (
     AdapterChange,
     AdapterState,
@@ -22,25 +19,23 @@ from penstock.engine.protocol.messages import (
     PromptLogprobs,
     Step,
 )
-from penstock.engine.worker.grammars import GrammarCounts, Grammars, TokenMasks
-from penstock.tensor import Handle, Lease
-
-if TYPE_CHECKING:  # these import torch
-    from torch import Tensor
-
-    from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs
-    from penstock.engine.worker.sampler import SampledTokens
+from penstock.engine.worker.grammars import GrammarCounts
+from penstock.tensor import Handle
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """The sampled tokens of a step, and its failed rows."""
+    """The sampled tokens of a step that is done, and its failed rows."""
 
     ids: Ints  # in the order of `BatchState.sampled`
     logprobs: Logprobs | None = None
     failed: Mapping[int, FinishReason] = field(default_factory=dict)  # by slot
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     vectors: tuple[Handle, ...] = ()  # as in `StepDone`
+
+    def result(self) -> SamplerOutput:
+        """As that of a step that was pending."""
+        return self
 
 
 @dataclass
@@ -53,48 +48,10 @@ class EncodingCounts:
 
 
 class PendingStep(Protocol):
-    """A step that has been launched."""
-
-    def is_done(self) -> bool: ...
+    """A step that has been launched. One that is done already, as those of a CPU are, is a `SamplerOutput`."""
 
     def result(self) -> SamplerOutput:
         """Blocks until the step is done. Another thread than the one of `launch` may call it."""
-
-
-class TorchPendingStep:
-    """A step of a CPU: it is done when `launch` returns."""
-
-    def __init__(
-        self,
-        ids: Tensor,
-        slots: Index,
-        chosen: SampledTokens | None,
-        failed: dict[int, FinishReason],
-        prompts: tuple[PendingPromptLogprobs, ...] = (),
-        vectors: tuple[Handle, ...] = (),
-    ) -> None:
-        """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
-        self._prompts, self._vectors = prompts, vectors
-        self.device_ids = ids
-        self._slots = slots
-        self._chosen = chosen
-        self._failed = failed
-
-    def is_done(self) -> bool:
-        return True
-
-    def ids(self) -> Ints:
-        """Returns the sampled ids."""
-        ids: Ints = self.device_ids.numpy()
-        return ids
-
-    def result(self) -> SamplerOutput:
-        failed, logprobs = self._failed, None
-        if self._chosen is not None:
-            failed = {**self._chosen.failed(self._slots), **failed}
-            logprobs = self._chosen.logprobs()
-        prompts = tuple(part.result() for part in self._prompts)
-        return SamplerOutput(self.ids(), logprobs, failed, prompts, self._vectors)
 
 
 class Device(Protocol):
@@ -132,7 +89,7 @@ class Device(Protocol):
     def encodings(self) -> EncodingCounts: ...
 
     @property
-    def grammars(self) -> LazyGrammars: ...
+    def grammars(self) -> GrammarCounts: ...
 
     @property
     def tune_after(self) -> float | None:
@@ -150,32 +107,3 @@ class Device(Protocol):
 
     def launch(self, batch: BatchState, step: Step) -> PendingStep:
         """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""
-
-
-class LazyGrammars:
-    """The grammars of a batch. Before the first grammar no thread begins, and no process imports llguidance."""
-
-    def __init__(
-        self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
-    ) -> None:
-        self._arguments = directory, vocabulary, end_ids, open_handle
-        self._grammars: Grammars | None = None
-
-    @property
-    def counts(self) -> GrammarCounts | None:
-        """Returns None before the first grammar."""
-        return None if self._grammars is None else self._grammars.counts
-
-    def launch(self, batch: BatchState, step: Step) -> Future[TokenMasks] | None:
-        """Begins the masks of a step that `batch` has just applied. Returns None if no sampling row has a grammar."""
-        if self._grammars is None:
-            if step.joined is None or not step.joined.grammars:
-                return None
-            self._grammars = Grammars(*self._arguments)
-        self._grammars.follow(batch, step)
-        return self._grammars.begin(batch.sampled)
-
-    def sampled(self, ids: Callable[[], Ints]) -> None:
-        """`ids` returns what the step has sampled, and may block until the device has."""
-        if self._grammars is not None:
-            self._grammars.sampled(ids)

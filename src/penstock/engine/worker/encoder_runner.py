@@ -27,13 +27,15 @@ from penstock.engine.model_dir import (
     second_text_offset,
 )
 from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import AdapterChange, AdapterState, Ints, Step
 from penstock.engine.worker import weight_loader
 from penstock.engine.worker.cpu_kernels import keep_freed_memory, set_threads
 from penstock.engine.worker.cpu_threads import share
-from penstock.engine.worker.device import EncodingCounts, LazyGrammars, TorchPendingStep
-from penstock.engine.worker.model import load_on_cpu, quantization_of
+from penstock.engine.worker.device import EncodingCounts, SamplerOutput
+from penstock.engine.worker.grammars import GrammarCounts
+from penstock.engine.worker.model_loader import load_on_cpu, quantization_of
 from penstock.engine.worker.model_runner import FULL_STEP_TOKENS
 from penstock.engine.worker.paged_attention import NAME, AttentionStyle
 from penstock.engine.worker.pooler import Pooler
@@ -45,7 +47,6 @@ from penstock.engine.worker.stock import (
     build_on_meta,
     without_compiler,
 )
-from penstock.tensor import Handle
 
 
 class EncoderAttention:
@@ -98,7 +99,7 @@ class EncoderRunner:
         self.tune_after: float | None = None
         self.encodings = EncodingCounts()
         self.adapters: tuple[AdapterState, ...] = ()
-        self.grammars = LazyGrammars(path, self.vocabulary, (), Handle.open)  # no request of vectors has a grammar
+        self.grammars = GrammarCounts()  # no request of vectors has a grammar
 
     def change_adapter(self, change: AdapterChange) -> str:
         return "models that attend both ways have no LoRA adapters"
@@ -107,11 +108,11 @@ class EncoderRunner:
         """Does nothing: `tune_after` is never due."""
 
     @torch.inference_mode()
-    def launch(self, batch: BatchState, step: Step) -> TorchPendingStep:
+    def launch(self, batch: BatchState, step: Step) -> SamplerOutput:
         """Computes the prompts that `batch` has just been told of."""
         slots = batch.sampled
         if not slots.size:
-            return TorchPendingStep(torch.zeros(0, dtype=torch.int32), slots, None, {})
+            return SamplerOutput(NOTHING)
         prompts = [batch.prompts[slot] for slot in slots.tolist()]
         order = sorted(range(len(prompts)), key=lambda number: prompts[number].size)
         lengths = [prompts[number].size for number in order]

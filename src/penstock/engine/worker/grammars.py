@@ -73,7 +73,11 @@ class GrammarState:
 
 
 class Grammars:
-    """The methods are called in the order `follow`, `begin`, `sampled`, for each step."""
+    """The methods are called in the order `follow`, `begin`, `sampled`, for each step.
+
+    While `states` is empty, steps in which no grammar joins need not call this object. Before the first grammar no
+    thread begins, and no process imports llguidance.
+    """
 
     def __init__(
         self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
@@ -88,28 +92,34 @@ class Grammars:
         self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the length of the text
         self._compiled_chars = 0
         self._executor: LLExecutor | None = None
-        self._states: dict[int, GrammarState] = {}
+        self.states: dict[int, GrammarState] = {}  # by slot
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._rows: list[tuple[int, GrammarState]] = []  # of the step that has begun
         self._ids: tuple[list[tuple[int, GrammarState]], Callable[[], Ints]] | None = None  # of the step before
 
     # ── a step ──
+    def launch(self, batch: BatchState, step: Step) -> Future[TokenMasks] | None:
+        """Begins the masks of a step that `batch` has just applied. Returns None if no sampling row has a grammar."""
+        self.follow(batch, step)
+        return self.begin(batch.sampled)
+
     def follow(self, batch: BatchState, step: Step) -> None:
         """Applies the leaves and joins of a step. Grammars that join are compiled meanwhile."""
         for slot in () if step.left is None else step.left.tolist():
-            self._states.pop(slot, None)
+            self.states.pop(slot, None)
         for slot in () if step.joined is None else step.joined.slots.tolist():
             handle = batch.grammars.get(slot)
             if handle is not None:
-                state = self._states[slot] = GrammarState(slot, handle, batch.generated[slot].tolist())
+                state = self.states[slot] = GrammarState(slot, handle, batch.generated[slot].tolist())
                 self._thread.submit(self._open, state)
-        self.counts.open = len(self._states)
+        self.counts.open = len(self.states)
 
     def begin(self, slots: Index) -> Future[TokenMasks] | None:
         """Begins the masks of a step, before the device computes the step. `slots`: those that sample. Returns None if
         no row has a grammar."""
-        states, (before, self._ids) = self._states, (self._ids, None)
-        self._rows = [(row, states[slot]) for row, slot in enumerate(slots.tolist()) if slot in states]
+        states, (before, self._ids) = self.states, (self._ids, None)
+        numbers = slots.tolist() if states else []
+        self._rows = [(row, states[slot]) for row, slot in enumerate(numbers) if slot in states]
         masks = self._thread.submit(self._fill, self._rows, before) if self._rows or before is not None else None
         return masks if self._rows else None
 

@@ -11,13 +11,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from logging import ERROR
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
+from penstock.engine import _native
 from penstock.engine.cluster.adapter_files import (
     SETTINGS,
     WEIGHTS,
@@ -29,9 +30,19 @@ from penstock.engine.cluster.adapter_files import (
 from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.lora import Adapter
-from penstock.engine.worker.cpu_decoder import AdapterRun, CpuLayer
-from penstock.engine.worker.cpu_linear import PANEL, GatedMlp, Product, SharedSlice, pack_linears
+from penstock.engine.worker.cpu_kernels import GatedMlp, Product, SharedSlice
+from penstock.engine.worker.cpu_linear import PANEL, pack_linears
 from penstock.engine.worker.weight_slices import WeightSlice
+
+AdapterRun: TypeAlias = "tuple[int, int, int]"  # number of an adapter, first token, and token behind the last
+
+
+class NativeLayer(Protocol):
+    """A decoder layer that one native call computes."""
+
+    native: _native.DecoderLayer
+    mlp: Any  # computed by a module; None: by the native call, too
+    stock: Any  # computes the layer by its modules
 
 
 def adapter_runs(numbers: Index) -> list[AdapterRun]:
@@ -100,7 +111,7 @@ class LayerPlace(NamedTuple):
 Adapted: TypeAlias = "tuple[LayerPlace, AdaptedProduct]"
 
 
-def set_adapter(layer: CpuLayer, module: Any, number: int, places: Mapping[tuple[int, str], Adapted]) -> None:
+def set_adapter(layer: NativeLayer, module: Any, number: int, places: Mapping[tuple[int, str], Adapted]) -> None:
     """Gives a native layer an adapter of its four products."""
     if layer.mlp is not None:
         return  # modules compute steps with adapters
@@ -116,13 +127,19 @@ def set_adapter(layer: CpuLayer, module: Any, number: int, places: Mapping[tuple
 class LoadedAdapters:
     """The adapters of a model on this rank, with numbers from 1. They change between steps only."""
 
-    def __init__(self, stock: Any, slices: Mapping[str, WeightSlice], device: torch.device) -> None:
+    def __init__(
+        self,
+        stock: Any,
+        slices: Mapping[str, WeightSlice],
+        device: torch.device,
+        layers: Sequence[tuple[Any, NativeLayer]],
+    ) -> None:
         self._decoder = stock.get_decoder()
         self._prefix = next(name for name, module in stock.named_modules() if module is self._decoder)
         self._slices, self._dtype, self._device = slices, stock.dtype, device
         self._numbers: dict[bytes, int] = {}
         self._places: dict[tuple[int, str], Adapted] = {}
-        self._layers = [(module, vars(module).get("forward")) for module in self._decoder.modules()]
+        self._layers = layers
         self._swaps: list[tuple[dict[str, Any], str, Any]] = []
         self.errors: dict[bytes, str] = {}  # why adapters are not loaded
 
@@ -157,8 +174,7 @@ class LoadedAdapters:
         if self._device.type == "cpu":
             pack_linears(nn.ModuleList(added))
         for module, layer in self._layers:
-            if isinstance(layer, CpuLayer):
-                set_adapter(layer, module, number, self._places)
+            set_adapter(layer, module, number, self._places)
         self._find_swaps()
         event("adapter loaded", adapter=adapter.name, products=len(parts))
 
@@ -171,8 +187,7 @@ class LoadedAdapters:
         for _, product in self._places.values():
             product.factors.pop(number, None)
         for _, layer in self._layers:
-            if isinstance(layer, CpuLayer):
-                layer.native.remove_adapter(number)
+            layer.native.remove_adapter(number)
 
     def _read_parts(self, adapter: Adapter) -> dict[tuple[int, str], list[tuple[LayerPlace, Tensor, Tensor]]]:
         """Returns what this rank adds to each product. Raises ValueError and OSError."""
@@ -193,9 +208,8 @@ class LoadedAdapters:
         for place, product in self._places.values():
             is_gated = isinstance(getattr(place.owner, place.name), GatedMlp)
             self._swaps.append((vars(place.owner), place.name, GatedMlp(product, place.owner) if is_gated else product))
-        native = ((module, layer) for module, layer in self._layers if isinstance(layer, CpuLayer))
         # Where modules compute, all of them do.
-        self._swaps += [(vars(module), "forward", layer.stock) for module, layer in native]
+        self._swaps += [(vars(module), "forward", layer.stock) for module, layer in self._layers]
 
     def number_of(self, digest: bytes | None) -> int:
         """Returns the number of an adapter; of None: 0. Raises RuntimeError for an adapter that this rank lacks."""
@@ -225,10 +239,15 @@ class LoadedAdapters:
 
 
 def load_adapters(
-    stock: Any, adapters: Sequence[Adapter], slices: Mapping[str, WeightSlice], device: torch.device
+    stock: Any,
+    adapters: Sequence[Adapter],
+    slices: Mapping[str, WeightSlice],
+    device: torch.device,
+    layers: Sequence[tuple[Any, NativeLayer]],
 ) -> LoadedAdapters:
-    """Loads this rank's part of the adapters of a loaded model. `LoadedAdapters.errors` names those that fail."""
-    loaded = LoadedAdapters(stock, slices, device)
+    """Loads this rank's part of the adapters of a loaded model. `LoadedAdapters.errors` names those that fail.
+    `layers`: modules that native calls compute, with the calls."""
+    loaded = LoadedAdapters(stock, slices, device, layers)
     for adapter in adapters:
         loaded.load(adapter)
     if device.type == "cuda":

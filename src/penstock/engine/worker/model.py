@@ -1,6 +1,7 @@
-"""A stock model of `transformers`, from a local directory, on one rank: token ids in, hidden states and logits out.
+"""A stock model of `transformers` on one rank: token ids in, hidden states and logits out.
 
-`paged_attention` replaces the attention of its layers, and `tensor_parallel` shards its weights.
+`paged_attention` replaces the attention of its layers. On a CPU, the attention layers, decoder layers and decoders that
+`cpu_replacement` has replaced compute here, by native kernels. `model_loader` loads models.
 """
 
 from __future__ import annotations
@@ -8,47 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from logging import DEBUG
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.engine import _native
 from penstock.engine.cluster.logs import event
-from penstock.engine.model_dir import ENCODERS, VISION, require_family
 from penstock.engine.protocol.columns import Index
-from penstock.engine.protocol.config import require_dtype
-from penstock.engine.protocol.lora import Adapter
-from penstock.engine.worker import rope, weight_loader
-from penstock.engine.worker.cpu_attention import replace_attentions
-from penstock.engine.worker.cpu_decoder import AdapterRun, find_decoder, replace_layers
-from penstock.engine.worker.cpu_kernels import replace_norms
-from penstock.engine.worker.cpu_linear import find_groups, is_packed, pack_linears, packed_nbytes, weight_names
+from penstock.engine.worker import rope
+from penstock.engine.worker.cpu_kernels import Projected, RmsNorm, can_rotate, kernel_threads, rows_of
+from penstock.engine.worker.cpu_linear import is_packed
 from penstock.engine.worker.kv_pages import KVPages
-from penstock.engine.worker.lora import LoadedAdapters, load_adapters
-from penstock.engine.worker.paged_attention import NAME, Attention, KVCache, PagedAttention, Probe
-from penstock.engine.worker.shared_weights import SharedWeights
-from penstock.engine.worker.stock import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    build_on_meta,
-    without_compiler,
-)
-from penstock.engine.worker.tensor_parallel import PLANS, TPGroup, outputs_are_summed, shard
-from penstock.engine.worker.weight_slices import HeadSlices, WeightSlice
-
-TEXT_OF = {
-    "qwen3_vl": "qwen3"
-}  # these families have no plan for their text, which is sharded as that of another family
-
+from penstock.engine.worker.lora import AdapterRun, LoadedAdapters
+from penstock.engine.worker.paged_attention import Attention, AttentionStyle, KVCache, PagedAttention, Probe
+from penstock.engine.worker.tensor_parallel import TPGroup
 
 if TYPE_CHECKING:  # it imports Triton
     from penstock.engine.worker.cuda.decoder import CudaDecoder
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")  # of an attention layer
+NO_NORM = (0, 0.0, False)
+CosSin: TypeAlias = "tuple[Tensor, Tensor]"  # embeddings of positions
 
 
 class InputEmbeds(NamedTuple):
@@ -80,8 +62,9 @@ class DeepStack:
 
 
 class LoadedModel:
-    """A model that can run a step. `stock` is the model of transformers; `max_short_prompt`: see `rope.by_row`.
-    `sums_attention`: no rank ends a step before all ranks have written keys and values of every layer."""
+    """A model that can run a step. `stock` is the model of transformers; `decoder`: computes all layers on a CPU;
+    `max_short_prompt`: see `rope.by_row`. `sums_attention`: no rank ends a step before all ranks have written keys and
+    values of every layer."""
 
     def __init__(
         self,
@@ -89,6 +72,8 @@ class LoadedModel:
         ranks: TPGroup,
         device: torch.device,
         *,
+        decoder: CpuDecoder | None,
+        max_short_prompt: int | None,
         sums_attention: bool,
         adapters: LoadedAdapters | None = None,
     ) -> None:
@@ -109,10 +94,8 @@ class LoadedModel:
         vision = getattr(stock.config, "vision_config", None)
         self.deepstack_layers = len(getattr(vision, "deepstack_visual_indexes", ()))
         self._deepstack = DeepStack(stock.get_decoder(), self.deepstack_layers)
-        self.max_short_prompt = rope.by_row(stock.get_decoder(), text)
-        if self.max_short_prompt is not None and hasattr(stock.base_model, "get_rope_index"):
-            raise ValueError(f"{stock.config.model_type!r} with rope_type longrope is not supported")
-        self._decoder = find_decoder(stock.get_decoder(), ranks)
+        self.max_short_prompt = max_short_prompt
+        self._decoder = decoder
         self._cuda_decoder: CudaDecoder | None = None
         probe = self._probe()
         self.shapes = probe.shapes
@@ -201,118 +184,6 @@ class LoadedModel:
         return logits if out is None else out.copy_(logits)
 
 
-def load(
-    path: Path,
-    ranks: TPGroup,
-    device: torch.device,
-    dtype: str = "auto",
-    adapters: Sequence[Adapter] | None = None,
-    shared: SharedWeights | None = None,
-    *,
-    has_head: bool = True,
-    utilization: float = 1.0,
-    request_tokens: int = 0,
-    reserved: int = 0,
-) -> LoadedModel:
-    """Loads this rank's shard of a model, and of its adapters; None: LoRA is not enabled. `dtype`: "auto" for that of
-    config.json. `shared`: weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden
-    states as `logits`; the files need no weights of the head. `utilization`: of the memory of a CUDA device, which has
-    to have room for keys and values of `request_tokens` and for `reserved` bytes, too.
-
-    Raises ValueError if the model is not supported, or cannot be sharded over so many ranks, or a device has no room.
-    """
-    require_dtype(dtype)
-    if not path.is_dir():
-        raise ValueError(f"{path}: expected a local directory with config.json and safetensors")
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    require_supported(config)
-    text = config.get_text_config()
-    heads = HeadSlices(text.num_attention_heads, text.num_key_value_heads)
-    stored = torch.float32 if quantization_of(config) is None else torch.bfloat16  # where config.json names no dtype
-    chosen = (config.dtype or stored) if dtype == "auto" else getattr(torch, dtype)
-    kind: Any = AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
-    own = {"text_config": NAME, "vision_config": "sdpa"} if config.model_type in VISION else NAME
-    stock = build_on_meta(lambda: kind.from_config(config, dtype=chosen, attn_implementation=own))
-    stock.eval().requires_grad_(False)
-    slices = shard(stock, tp_plan(stock), ranks, heads)
-    with without_compiler():
-        weight_loader.rebuild_buffers(stock, device)
-    if not has_head:
-        stock.set_output_embeddings(nn.Identity())
-    if device.type == "cpu":
-        load_on_cpu(stock, path, slices, device, shared)
-    else:
-        require_memory(stock, ranks, device, utilization, request_tokens, reserved)
-        weight_loader.load(stock, path, slices, device)
-    event("weights are loaded", DEBUG)
-    replace_patch_convolutions(stock)
-    if device.type == "cpu":
-        replace_norms(stock)
-        replace_attentions(stock)
-        replace_layers(stock, ranks)
-    loaded = None if adapters is None else load_adapters(stock, adapters, slices, device)
-    sums_attention = ranks.size == 1 or outputs_are_summed(stock, slices)
-    model = LoadedModel(stock, ranks, device, sums_attention=sums_attention, adapters=loaded)
-    event("model is loaded", DEBUG)
-    return model
-
-
-def require_memory(
-    stock: Any, ranks: TPGroup, device: torch.device, utilization: float, request_tokens: int, reserved: int
-) -> None:
-    """Raises ValueError on all ranks if a CUDA device has no room for the weights, which have not been read, and one
-    request."""
-    weights = sum(parameter.nbytes for parameter in stock.parameters())
-    request = request_tokens * kv_nbytes_of_token(stock)
-    unused, total = torch.cuda.mem_get_info(device)
-    room = utilization * total - (total - unused)
-    if not ranks.least(int(weights + request + reserved < room)):
-        sizes = f"{weights / 2**30:.2f} GiB of weights"
-        if request:
-            sizes += f", {request / 2**30:.2f} GiB for keys and values of {request_tokens} tokens"
-        raise ValueError(
-            f"no room for one request: {sizes} and {reserved / 2**30:.2f} GiB for graphs and images are needed, and "
-            f"{max(0, room) / 2**30:.2f} GiB of the device are free for them: raise --gpu-memory-utilization or "
-            "--tensor-parallel-size, lower --max-model-len, or end other processes"
-        )
-
-
-def kv_nbytes_of_token(stock: Any) -> int:
-    """Returns the bytes of a token's keys and values on this rank, by the shapes of projections: the least."""
-    layers = dict(stock.get_decoder().named_modules())
-    sizes = [layer.weight.shape[0] for name, layer in layers.items() if name.endswith((".k_proj", ".v_proj"))]
-    return int(sum(sizes)) * int(stock.dtype.itemsize)
-
-
-def import_family(path: Path) -> None:
-    """Imports the modules of a model's family."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    mapping: Any = MODEL_MAPPING if config.model_type in ENCODERS else MODEL_FOR_CAUSAL_LM_MAPPING
-    if config.model_type in VISION:
-        mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    with torch.device("meta"), without_compiler():
-        mapping[type(config)]
-
-
-def load_on_cpu(
-    stock: Any, path: Path, slices: dict[str, WeightSlice], device: torch.device, shared: SharedWeights | None
-) -> None:
-    """Loads and packs weights, or maps weights that another worker has converted and packed."""
-    groups = list(find_groups(stock))
-    to_pack = weight_names(stock, groups)
-    is_mapped = shared is not None and shared.is_complete
-    mapped = shared.tensors if shared is not None and is_mapped else {}
-    packed = shared.packed if shared is not None and is_mapped else None
-    converted = weight_loader.load(stock, path, slices, device, mapped, to_pack if packed is not None else ())
-    if shared is not None and not is_mapped:
-        tensors = {name: stock.get_parameter(name) for name in converted if name not in to_pack}
-        packed = shared.packed if shared.fill(tensors, packed_nbytes(groups)) else None
-    claim = None if shared is None or is_mapped or packed is None else shared.claim
-    pack_linears(stock, groups, packed, claim, is_packed=is_mapped and packed is not None)
-    if shared is not None:
-        shared.complete()
-
-
 def find_cuda_decoder(decoder: Any, embeddings: Any, probe: Probe, ranks: TPGroup) -> CudaDecoder | None:
     from penstock.engine.worker.cuda.decoder import find_decoder, log_layers
 
@@ -323,42 +194,129 @@ def find_cuda_decoder(decoder: Any, embeddings: Any, probe: Probe, ranks: TPGrou
     return computation
 
 
-class PatchProduct(NamedTuple):
-    """Computes a convolution of patches with the kernel's size: a product, in a twentieth to a sixth of the time."""
+# ── on a CPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+class CpuAttention:
+    """The computation of an attention layer."""
 
-    convolution: nn.Conv3d
+    def __init__(self, layer: Any, how: AttentionStyle, norms: tuple[RmsNorm | None, RmsNorm | None]) -> None:
+        self._layer = layer
+        self._stock = layer.forward
+        self.how = how
+        self.norms = norms
+        self.dtype: torch.dtype = layer.q_proj.weight.dtype
+        self.size: int = layer.head_dim
 
-    def __call__(self, patches: Tensor) -> Tensor:
-        layer = self.convolution
-        if patches.shape[1:] != layer.weight.shape[1:]:
-            raise ValueError(f"expected patches {list(layer.weight.shape[1:])}, got {list(patches.shape[1:])}")
-        return F.linear(patches.flatten(1), layer.weight.flatten(1), layer.bias)[..., None, None, None]
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        """The numbers of heads and of KV heads, the sizes of a key and of a value."""
+        queries, keys, values = (self._layer.get_submodule(name).weight.shape[0] for name in PROJECTIONS[:3])
+        return queries // self.size, keys // self.size, self.size, values * self.size // keys
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        paged, embeddings = options.get("paged"), cast(Any, options.get("position_embeddings"))
+        hidden_states: Any = arguments[0] if arguments else options.get("hidden_states")
+        if (
+            len(arguments) > 1
+            or not isinstance(paged, PagedAttention)
+            or not can_rotate(hidden_states, embeddings, self.size, self.dtype)
+        ):
+            return self._stock(*arguments, **options)
+        projected = self.project(hidden_states, embeddings)
+        attended = paged.attend_written(self._layer.layer_idx, projected.write, self.how)
+        return self._layer.o_proj(attended.view(*hidden_states.shape[:-1], -1)), None
+
+    def project(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Projected:
+        layer = self._layer
+        projected = [module(hidden_states)[0] for module in (layer.q_proj, layer.k_proj, layer.v_proj)]
+        rows = [rows_of(each, each.shape[1], self.dtype) for each in projected]
+        cos, sin = (rows_of(each[0], each.shape[2], self.dtype).contiguous() for each in position_embeddings)
+        return Projected(rows[0], rows[1], rows[2], cos, sin, *self.norms)
 
 
-def replace_patch_convolutions(model: nn.Module) -> None:
-    """Replaces the convolutions of Qwen-VL's encoders: their inputs are cut into patches already."""
-    layers: list[Any] = [module for module in model.modules() if type(module) is nn.Conv3d]
-    for layer in layers:
-        if layer.stride == layer.kernel_size:
-            layer.forward = PatchProduct(layer)
+class CpuLayer:
+    """The computation of a layer."""
+
+    def __init__(
+        self,
+        layer: Any,
+        attention: CpuAttention,
+        native: _native.DecoderLayer,
+        ranks: TPGroup,
+        mlp: tuple[RmsNorm, Any] | None = None,
+    ) -> None:
+        """`mlp`: a module that the native code does not know, as one of experts is, and the norm before it."""
+        self.attention = attention
+        self.native = native
+        self.ranks = ranks
+        self.mlp = mlp
+        self.stock = layer.forward
+
+    def __call__(self, hidden_states: Tensor, **options: Any) -> Any:
+        paged, embeddings = options.get("paged"), cast(Any, options.get("position_embeddings"))
+        step = paged.native_step if isinstance(paged, PagedAttention) else None
+        if step is None or not can_rotate(hidden_states, embeddings, self.attention.size, self.attention.dtype):
+            return self.stock(hidden_states, **options)
+        if self.mlp is None:
+            return compute([self.native], step, hidden_states, [embeddings], NO_NORM, self.ranks)
+        norm, mlp = self.mlp
+        normed = torch.empty(hidden_states.shape, dtype=hidden_states.dtype)
+        middle = compute([self.native], step, hidden_states, [embeddings], norm.native, self.ranks, normed)
+        return middle + mlp(normed)
 
 
-def tp_plan(stock: Any) -> dict[str, str]:
-    """Returns which layers are sharded, and how."""
-    other = TEXT_OF.get(stock.config.model_type)
-    if other is None:
-        text = PLANS.get(stock.config.get_text_config().model_type, {})
-    else:
-        text = AutoConfig.for_model(other).base_model_tp_plan or {}
-    decoder = next(name for name, module in stock.named_modules() if module is stock.get_decoder())
-    return {**{f"{decoder}.{layer}": style for layer, style in text.items()}, **stock.tp_plan}
+class CpuDecoder:
+    """The computation of all layers of a decoder, and of the norm after them."""
+
+    def __init__(self, decoder: Any, layers: Sequence[CpuLayer], kinds: Sequence[str | None]) -> None:
+        """`kinds`: of each layer, see `rope.kinds_of`."""
+        self._rotary = decoder.rotary_emb
+        self._kinds = kinds
+        self._options = {kind: rope.options_of(kind) for kind in kinds}
+        self._ranks = layers[0].ranks
+        self._size, self._dtype = layers[0].attention.size, layers[0].attention.dtype  # of all heads
+        self._layers = [layer.native for layer in layers]
+        self._norm: RmsNorm = decoder.norm.forward
+
+    def hidden(
+        self,
+        embeds: Tensor,
+        position_ids: Tensor,
+        paged: PagedAttention,
+        runs: Sequence[AdapterRun] = (),
+        read: Index | None = None,
+    ) -> Tensor | None:
+        """Returns hidden states [1, tokens, size] of embeddings; None: the step needs the modules of the decoder.
+        `runs`: tokens with adapters. `read`: tokens of which the caller reads the hidden states; None: all."""
+        step = paged.native_step
+        if step is None:
+            return None
+        if runs:
+            step.set_runs(runs)
+        if read is not None:
+            step.set_read(read)
+        of_kinds = {kind: self._rotary(embeds, position_ids, **options) for kind, options in self._options.items()}
+        if not all(can_rotate(embeds, embeddings, self._size, self._dtype) for embeddings in of_kinds.values()):
+            return None
+        embeddings = [of_kinds[kind] for kind in self._kinds]
+        return compute(self._layers, step, embeds, embeddings, self._norm.native, self._ranks)
 
 
-def require_supported(config: Any) -> None:
-    text = config.get_text_config()
-    text_type = "" if text is config else text.model_type
-    require_family(config.model_type, config.architectures or (), quantization_of(config), text_type)
-
-
-def quantization_of(config: Any) -> Any:
-    return getattr(config, "quantization_config", None)
+def compute(
+    layers: list[_native.DecoderLayer],
+    step: _native.AttentionStep,
+    x: Tensor,
+    position_embeddings: Sequence[CosSin],
+    final_norm: tuple[int, float, bool],
+    ranks: TPGroup,
+    normed: Tensor | None = None,
+) -> Tensor:
+    """`position_embeddings`: of each layer. `normed`: gets the norm of the result; None: the norm is the result."""
+    dense = {id(pair): [each.contiguous() for each in pair] for pair in position_embeddings}  # keeps the memory alive
+    addresses = {key: (cos.data_ptr(), sin.data_ptr()) for key, (cos, sin) in dense.items()}
+    rotations = [addresses[id(pair)] for pair in position_embeddings]
+    rows = rows_of(x, layers[0].size, position_embeddings[0][0].dtype)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    arguments = (rows.data_ptr(), rows.stride(0)), rotations, final_norm, out.data_ptr()
+    normed_address = 0 if normed is None else normed.data_ptr()
+    _native.compute_layers(layers, step, *arguments, kernel_threads(), ranks.memory, normed_address)
+    return out

@@ -25,9 +25,7 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.lora import Adapter
 from penstock.engine.protocol.messages import AdapterChange, AdapterState, FinishReason, Step
-from penstock.engine.worker import model as models
-from penstock.engine.worker import rope
-from penstock.engine.worker.cpu_decoder import AdapterRun
+from penstock.engine.worker import model_loader, rope
 from penstock.engine.worker.cpu_kernels import keep_freed_memory, kernel_threads, set_threads
 from penstock.engine.worker.cpu_threads import (
     SHORT,
@@ -39,13 +37,13 @@ from penstock.engine.worker.cpu_threads import (
     share,
     tune_threads,
 )
-from penstock.engine.worker.device import EncodingCounts, LazyGrammars, PendingStep, TorchPendingStep
+from penstock.engine.worker.device import EncodingCounts, PendingStep, SamplerOutput
 from penstock.engine.worker.encoding_exchange import EncoderOptions
-from penstock.engine.worker.grammars import TokenMasks
+from penstock.engine.worker.grammars import Grammars, TokenMasks
 from penstock.engine.worker.image_encoder import Open, device_inputs
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
 from penstock.engine.worker.kv_pages import KVPages
-from penstock.engine.worker.lora import adapter_runs
+from penstock.engine.worker.lora import AdapterRun, adapter_runs
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention
 from penstock.engine.worker.pooler import Pooler
 from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs, PromptScorer
@@ -63,7 +61,6 @@ if TYPE_CHECKING:  # these import Triton
 FULL_STEP_TOKENS = 512  # of a CPU: linear layers of 64 rows reach 98 % of the rate of 259, with AVX-512 and bfloat16
 CPU_SHARE = 0.3  # of the memory that is available
 KEPT_NBYTES = 256 << 20  # of a CUDA device, for what graphs have beside their memory
-_NO_IDS = torch.zeros(0, dtype=torch.int32)
 
 
 class ModelRunner:
@@ -121,7 +118,7 @@ class ModelRunner:
         has_head = pooler is None or pooler.needs_logits
         parts = files.fingerprint.digest, files.weights_identity, dtype, self._ranks.rank, self._ranks.size, has_head
         shared = SharedWeights.open(weight_file, *parts, check=files.require_unchanged)
-        self._model = models.load(
+        self._model = model_loader.load(
             Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, utilization=memory_utilization,
             request_tokens=(max_blocks_per_request or 1) * block_size if blocks is None else 0,
             reserved=KEPT_NBYTES if blocks is None else 0,
@@ -145,7 +142,8 @@ class ModelRunner:
         samples = self._ranks.rank == 0 and pooler is None
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if samples else None
         self._prompts = PromptScorer(self._model)
-        self.grammars = LazyGrammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
+        self._grammars = Grammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
+        self.grammars = self._grammars.counts
         self._masks: Future[TokenMasks] | None = None  # of the step that is launched
         if kv_file is not None and not self._model.sums_attention:
             event("kv cache is not kept", WARNING, reason="a rank may end a step before all ranks have attended")
@@ -212,7 +210,7 @@ class ModelRunner:
             return self._launch_on_cuda(batch, step, self._cuda)
         self._follow(batch, step)
         if not batch.counts[batch.rows].any():  # no row, or all of them wait
-            return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
+            return SamplerOutput(NOTHING)
         input_batch = self._build_batch(batch)
         has_products = not self._model.is_packed or bool(input_batch.chunks)  # of torch: in attention, or of images
         use_threads(self._threads, input_batch.slots.size, has_products=has_products)
@@ -227,25 +225,31 @@ class ModelRunner:
         finally:
             set_threads(kernel_threads())  # torch's, too: to sort the logits of random samples
         if logits is None:
-            return TorchPendingStep(_NO_IDS, batch.sampled, None, failed, prompts)
-        slots = batch.sampled
-        pending = self._sample(logits, slots, failed, prompts)
-        self._tokens.write(slots, batch.computed[slots], pending.device_ids)
-        return pending
+            return SamplerOutput(NOTHING, None, failed, tuple(part.result() for part in prompts))
+        return self._sample(logits, batch, failed, prompts)
 
     def _sample(
-        self, logits: Tensor, slots: Index, failed: dict[int, FinishReason], prompts: tuple[PendingPromptLogprobs, ...]
-    ) -> TorchPendingStep:
+        self,
+        logits: Tensor,
+        batch: BatchState,
+        failed: dict[int, FinishReason],
+        prompts: tuple[PendingPromptLogprobs, ...],
+    ) -> SamplerOutput:
         """Samples the rows of a step, on rank 0, and sends the ids to the other ranks."""
-        masks = self._take_masks()
+        slots, masks = batch.sampled, self._take_masks()
         chosen = self._sampler.sample(logits, slots, masks) if self._sampler is not None else None
         ids = torch.empty(slots.size, dtype=torch.int32) if chosen is None else chosen.ids
         if self._ranks.size > 1:
             self._ranks.broadcast(ids)
-        failed = failed if masks is None else {**failed, **masks.failed}
-        pending = TorchPendingStep(ids, slots, chosen, failed, prompts)
-        self.grammars.sampled(pending.ids)
-        return pending
+        self._tokens.write(slots, batch.computed[slots], ids)
+        if masks is not None:
+            failed = {**failed, **masks.failed}
+            self._grammars.sampled(ids.numpy)
+        logprobs = None
+        if chosen is not None:
+            failed = {**chosen.failed(slots), **failed}
+            logprobs = chosen.logprobs()
+        return SamplerOutput(ids.numpy(), logprobs, failed, tuple(part.result() for part in prompts))
 
     def _launch_on_cuda(self, batch: BatchState, step: Step, cuda: CudaSteps) -> PendingStep:
         try:
@@ -265,18 +269,20 @@ class ModelRunner:
             if step.joined is not None:  # parameters of joined slots may be lost
                 rows = np.union1d(rows, step.joined.slots)
             event("out of memory", WARNING, requests=rows.size, why=str(error).partition("\n")[0])
-            ids = torch.zeros(batch.sampled.size, dtype=torch.int32)
-            return TorchPendingStep(ids, batch.sampled, None, dict.fromkeys(rows.tolist(), FinishReason.ERROR))
+            ids = np.zeros(batch.sampled.size, np.int32)
+            return SamplerOutput(ids, failed=dict.fromkeys(rows.tolist(), FinishReason.ERROR))
         self._num_failed = 0
         return pending
 
     def _compute_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> PendingStep:
         if not batch.counts[batch.rows].any():  # no row, or all of them wait
-            return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
+            return SamplerOutput(NOTHING)
         result, failed, prompts = self._sample_on_cuda(batch, cuda)
         release = (lambda: None) if self._images is None else self._images.release_copied
-        pending = cuda.sampler.finish(result, batch, failed, self._take_masks(), prompts, release)
-        self.grammars.sampled(pending.ids)
+        masks = self._take_masks()
+        pending = cuda.sampler.finish(result, batch, failed, masks, prompts, release)
+        if masks is not None:
+            self._grammars.sampled(pending.ids)
         return pending
 
     def _take_masks(self) -> TokenMasks | None:
@@ -335,7 +341,8 @@ class ModelRunner:
             for slot in step.joined.slots.tolist():
                 self._join(slot, batch)
         if self._sampler is not None:
-            self._masks = self.grammars.launch(batch, step)
+            has_grammars = self._grammars.states or (step.joined is not None and step.joined.grammars)
+            self._masks = self._grammars.launch(batch, step) if has_grammars else None
 
     def _join(self, slot: int, batch: BatchState) -> None:
         prompt, generated = batch.prompts[slot], batch.generated[slot]

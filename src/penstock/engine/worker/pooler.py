@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,7 +15,7 @@ from penstock.engine.model_dir import classifier_ids, pooling_of
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import FinishReason
-from penstock.engine.worker.device import TorchPendingStep
+from penstock.engine.worker.device import SamplerOutput
 from penstock.tensor import Handle
 
 
@@ -56,14 +57,14 @@ class Pooler:
         no, yes = self._classes
         return torch.sigmoid(outputs[:, yes] - outputs[:, no])[:, None]
 
-    def step(self, vectors: Tensor | None, slots: Index, failed: dict[int, FinishReason]) -> TorchPendingStep:
+    def step(self, vectors: Tensor | None, slots: Index, failed: dict[int, FinishReason]) -> SamplerOutput:
         """Returns the result of a step. `vectors`: of these slots; None: on a rank that sends no result."""
-        ids = torch.zeros(slots.size, dtype=torch.int32)
+        ids = np.zeros(slots.size, np.int32)
         if vectors is None:
-            return TorchPendingStep(ids, slots, None, failed)
+            return SamplerOutput(ids, failed=failed)
         wrong = slots[~torch.isfinite(vectors).all(-1).numpy()].tolist()
         failed = {**dict.fromkeys(wrong, FinishReason.ERROR), **failed}
-        return TorchPendingStep(ids, slots, None, failed, vectors=self.put(vectors))
+        return SamplerOutput(ids, failed=failed, vectors=self.put(vectors))
 
     def put(self, vectors: Tensor) -> tuple[Handle, ...]:
         """Puts each row into the store. A row without room there travels in the messages."""

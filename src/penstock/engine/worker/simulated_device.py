@@ -20,8 +20,8 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import AdapterChange, AdapterState, FinishReason, Ints, Step
-from penstock.engine.worker.device import EncodingCounts, LazyGrammars, SamplerOutput
-from penstock.engine.worker.grammars import Bits, TokenMasks
+from penstock.engine.worker.device import EncodingCounts, PendingStep, SamplerOutput
+from penstock.engine.worker.grammars import Bits, Grammars, TokenMasks
 from penstock.tensor import Handle, Lease
 
 Words = npt.NDArray[np.uint64]
@@ -82,9 +82,6 @@ class SimulatedPendingStep:
         self._clock = clock
         self._masks = masks
         self._masked_ids: Ints | None = None
-
-    def is_done(self) -> bool:
-        return self._clock() >= self.done_at
 
     def result(self) -> SamplerOutput:
         """Blocks until the step is done."""
@@ -170,7 +167,8 @@ class SimulatedRunner:
         self._open_handle = open_handle or Handle.open
         self._free_at = 0.0  # when the last step that was launched ends
         self._is_awaited = False  # a request of the last step with rows still runs
-        self.grammars = LazyGrammars(Path(model), config.vocabulary, end_ids, self._open_handle)
+        self._grammars = Grammars(Path(model), config.vocabulary, end_ids, self._open_handle)
+        self.grammars = self._grammars.counts
 
     def change_adapter(self, change: AdapterChange) -> str:
         return "a simulated device has no weights that an adapter could change"
@@ -183,18 +181,19 @@ class SimulatedRunner:
         """Returns idle time as a share of the time in which there were requests to compute."""
         return self.idle / (self.idle + self.busy) if self.busy else 0.0
 
-    def launch(self, batch: BatchState, step: Step) -> SimulatedPendingStep:
+    def launch(self, batch: BatchState, step: Step) -> PendingStep:
         if step.joined is not None:
             samples = batch.samples
             for slot in step.joined.slots.tolist():
                 self._keys[slot] = self._rule.key(batch.prompts[slot], int(samples[slot]))
         failed = self._open_images(batch, step) if self._config.opens_images else {}
-        masks = self.grammars.launch(batch, step)
+        masks = self._grammars.launch(batch, step)
         now = self._clock()
         tokens = batch.rows.size if step.advances is None else int(batch.counts.sum())
         if not tokens:  # nothing is computed: requests left, perhaps
             self._is_awaited = self._is_awaited and batch.rows.size > 0
-            return SimulatedPendingStep(max(now, self._free_at), SamplerOutput(NOTHING, None, failed), self._clock)
+            output = SamplerOutput(NOTHING, None, failed)
+            return output if now >= self._free_at else SimulatedPendingStep(self._free_at, output, self._clock)
         if self._is_awaited and now > self._free_at:
             self.idle += now - self._free_at
         self._is_awaited = True
@@ -204,8 +203,8 @@ class SimulatedRunner:
         sampled = batch.sampled
         ids = self._rule.tokens(self._keys[sampled], batch.computed[sampled]) if sampled.size else NOTHING
         pending = SimulatedPendingStep(self._free_at, SamplerOutput(ids, None, failed), self._clock, masks)
-        self.grammars.sampled(pending.ids)
-        return pending
+        self._grammars.sampled(pending.ids)
+        return pending.result() if self._clock() >= self._free_at else pending
 
     def _open_images(self, batch: BatchState, step: Step) -> dict[int, FinishReason]:
         """Opens joining requests' images that the cache does not have whole. Returns the slots that fail, and why."""

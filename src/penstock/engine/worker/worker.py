@@ -132,7 +132,7 @@ def import_device(config: EngineConfig) -> None:
     if config.simulated is None:
         import_engine()
         from penstock.engine.worker import encoder_runner  # noqa: F401
-        from penstock.engine.worker.model import import_family
+        from penstock.engine.worker.model_loader import import_family
 
         import_family(Path(config.model))
 
@@ -271,9 +271,8 @@ class Worker:
             state = AdapterState(change.digest, error, self._rank, change.server, change.number)
             self._inbox.send(state, self._timeout)
 
-    def _answer(self, step: Step, pending: PendingStep) -> None:
-        """Sends the result of a step. Blocks until the step is done."""
-        sampled = pending.result()
+    def _answer(self, step: Step, sampled: SamplerOutput) -> None:
+        """Sends the result of a step."""
         if self._results is None:
             return
         assert self._stats is not None, "rank 0 sends results and counts them"
@@ -289,8 +288,8 @@ class PendingSteps:
     number: it sends a step while at most one is unanswered.
     """
 
-    def __init__(self, answer: Callable[[Step, PendingStep], None]) -> None:
-        """`answer`: blocks until the step is done. The worker's thread and the waiting thread call it in turn."""
+    def __init__(self, answer: Callable[[Step, SamplerOutput], None]) -> None:
+        """`answer`: the worker's thread and the waiting thread call it in turn."""
         self._answer = answer
         self._waiting: deque[Step] = deque()
         self._queue: queue.SimpleQueue[tuple[Step, PendingStep] | None] = queue.SimpleQueue()
@@ -305,7 +304,7 @@ class PendingSteps:
 
     def add(self, step: Step, pending: PendingStep) -> None:
         """Answers the step, or lets the thread do so. Raises the error of the thread."""
-        if not self.is_waiting() and pending.is_done():
+        if not self.is_waiting() and isinstance(pending, SamplerOutput):
             self._answer(step, pending)
             return
         self._waiting.append(step)
@@ -324,7 +323,8 @@ class PendingSteps:
     def _run(self) -> None:
         try:
             while (entry := self._queue.get()) is not None:
-                self._answer(*entry)
+                step, pending = entry
+                self._answer(step, pending.result())
                 self._waiting.popleft()
         except BaseException as error:
             self._failure = error
@@ -394,12 +394,11 @@ class DeviceStats:
         self._free_at = now
         self._begun.popleft()  # last: another thread may count a launch, and computes idle time if none is left
         row[StatusBoard.SAMPLED] += sampled.ids.size
-        encodings, grammars = self._encodings, self._grammars.counts
+        encodings, grammars = self._encodings, self._grammars
+        row[StatusBoard.GRAMMARS_OPEN] = grammars.open
         counts: tuple[int, ...] = (encodings.encoded, encodings.hits, encodings.unshared)
-        if grammars is not None:
-            row[StatusBoard.GRAMMARS_OPEN] = grammars.open
-            counts += (grammars.compiled, grammars.compile_ns, grammars.masks, grammars.mask_ns)
+        counts += (grammars.compiled, grammars.compile_ns, grammars.masks, grammars.mask_ns)
         if counts != self._counts:
             self._counts = counts
-            for (word, former), count in zip(self._former.items(), counts, strict=False):
+            for (word, former), count in zip(self._former.items(), counts, strict=True):
                 row[word] = former + count

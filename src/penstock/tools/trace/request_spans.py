@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.codec.catalogue import Catalogue
-from penstock.codec.codecs import MessageCodec
+from penstock.codec.frame import MessageCodec
 from penstock.errors import DecodeError
 from penstock.tools.format import counted, in_seconds
 

@@ -30,7 +30,7 @@ from penstock.engine.protocol.messages import (
     Submit,
 )
 from tests.support.groups import PATIENCE, SILENCE, Group, engine
-from tests.support.loops import in_a_loop
+from tests.support.loops import in_a_loop, until
 
 EventFields = Callable[[str], list[dict[str, object]]]
 
@@ -41,13 +41,6 @@ def events(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(logs.LOGGER, "propagate", True)
     caplog.set_level(logging.DEBUG, logs.LOGGER.name)
     return lambda name: [record.__dict__["fields"] for record in caplog.records if record.getMessage() == name]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to this"
-        await asyncio.sleep(0.002)
 
 
 async def restart(

@@ -15,9 +15,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention  # noqa: 
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention  # noqa: E402
 
-from penstock.engine.worker.cpu_attention import CpuAttention, replace_attentions  # noqa: E402
-from penstock.engine.worker.cpu_kernels import replace_norms  # noqa: E402
 from penstock.engine.worker.cpu_linear import pack_linears  # noqa: E402
+from penstock.engine.worker.cpu_replacement import replace_attentions, replace_norms  # noqa: E402
+from penstock.engine.worker.model import CpuAttention  # noqa: E402
 from penstock.engine.worker.paged_attention import NAME, KVCache, KVCacheShape, PagedAttention  # noqa: E402
 from tests.support.models import BLOCK_SIZE, batch_of_rows  # noqa: E402
 

@@ -30,10 +30,14 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer  # noq
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
 
 from penstock.engine import _native  # noqa: E402
-from penstock.engine.worker.cpu_attention import replace_attentions  # noqa: E402
-from penstock.engine.worker.cpu_decoder import CpuLayer, find_decoder, replace_layers  # noqa: E402
-from penstock.engine.worker.cpu_kernels import replace_norms  # noqa: E402
 from penstock.engine.worker.cpu_linear import FLOAT32_KERNELS, pack_linears  # noqa: E402
+from penstock.engine.worker.cpu_replacement import (  # noqa: E402
+    find_decoder,
+    replace_attentions,
+    replace_layers,
+    replace_norms,
+)
+from penstock.engine.worker.model import CpuLayer  # noqa: E402
 from penstock.engine.worker.paged_attention import NAME, KVCache, KVCacheShape, PagedAttention  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 from tests.support.models import BLOCK_SIZE, batch_of_rows  # noqa: E402

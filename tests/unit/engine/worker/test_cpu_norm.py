@@ -8,7 +8,8 @@ from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from penstock.engine.worker.cpu_kernels import RmsNorm, replace_norms
+from penstock.engine.worker.cpu_kernels import RmsNorm
+from penstock.engine.worker.cpu_replacement import replace_norms
 
 
 class HalfRMSNorm(LlamaRMSNorm):

@@ -18,7 +18,6 @@ pytest.importorskip("penstock.engine.worker.stock", reason="needs transformers: 
 from penstock import Timeout  # noqa: E402
 from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker import cpu_threads, model_runner  # noqa: E402
-from penstock.engine.worker.cpu_decoder import CpuDecoder  # noqa: E402
 from penstock.engine.worker.cpu_kernels import kernel_threads, set_threads  # noqa: E402
 from penstock.engine.worker.cpu_threads import (  # noqa: E402
     LONG,
@@ -31,6 +30,7 @@ from penstock.engine.worker.cpu_threads import (  # noqa: E402
     TunedThreads,
     tune_threads,
 )
+from penstock.engine.worker.model import CpuDecoder  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner, use_threads  # noqa: E402
 from penstock.engine.worker.paged_attention import CHUNK_KERNELS  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402

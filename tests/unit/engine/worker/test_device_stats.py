@@ -13,6 +13,7 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
 from penstock.engine.worker.device import EncodingCounts, SamplerOutput
+from penstock.engine.worker.grammars import GrammarCounts
 from penstock.engine.worker.simulated_device import SimulatedRunner
 from penstock.engine.worker.worker import DeviceStats
 
@@ -23,9 +24,7 @@ class Bench:
     """Statistics on a page, and a core and a device that are not there."""
 
     def __init__(self) -> None:
-        device: Any = SimpleNamespace(
-            encodings=EncodingCounts(), grammars=SimpleNamespace(counts=None)
-        )  # that is all it is asked for
+        device: Any = SimpleNamespace(encodings=EncodingCounts(), grammars=GrammarCounts())
         self.page = StatusBoard.create(1)
         self.row = StatusBoard(self.page, writable=True).row(0)
         self.stats = DeviceStats(device, self.row)
@@ -124,8 +123,7 @@ def test_counts_go_on_in_the_next_process() -> None:
     words = [getattr(StatusBoard, name) for name in ("ENCODINGS", "GRAMMARS", "MASKS", "GRAMMARS_OPEN")]
     totals = []
     for life in range(2):
-        grammars: Any = SimpleNamespace(counts=None)
-        encodings = EncodingCounts()
+        encodings, grammars = EncodingCounts(), GrammarCounts()
         device: Any = SimpleNamespace(encodings=encodings, grammars=grammars)
         stats = DeviceStats(device, row)
         totals.append([row[word] for word in words])
@@ -135,7 +133,7 @@ def test_counts_go_on_in_the_next_process() -> None:
         stats.launched(batch, step, 1)
         encodings.encoded = 3 + life
         if not life:
-            grammars.counts = SimpleNamespace(open=1, compiled=2, compile_ns=9, masks=5, mask_ns=9)
+            vars(grammars).update(open=1, compiled=2, compile_ns=9, masks=5, mask_ns=9)
         stats.done(SamplerOutput(np.zeros(0, np.int32)), 2)
         totals.append([row[word] for word in words])
     assert totals == [[0, 0, 0, 0], [3, 2, 5, 1], [3, 2, 5, 0], [7, 2, 5, 0]]

@@ -27,7 +27,7 @@ from penstock.engine.protocol.messages import FinishReason
 from penstock.engine.worker import encoding_exchange
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import ImageEncoder
-from penstock.engine.worker.model import tp_plan
+from penstock.engine.worker.model_loader import tp_plan
 from penstock.engine.worker.model_runner import ModelRunner
 from penstock.engine.worker.tensor_parallel import TPGroup, shard
 from penstock.engine.worker.weight_slices import HeadSlices

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from penstock.engine.text.grammar import build_grammar
 from penstock.engine.text.grammar_fields import GrammarSource
 from penstock.engine.worker import grammars
-from penstock.engine.worker.grammars import MAX_COMPILED, Grammars
+from penstock.engine.worker.grammars import MAX_COMPILED, GrammarCounts, Grammars
 from penstock.engine.worker.simulated_device import SimulatedRunner, choose
 from penstock.tensor import Handle
 from tests.support.grammars import (
@@ -129,7 +130,8 @@ def test_model_answers_are_of_their_grammars_in_any_order_of_steps(family: Calla
 def test_no_grammar_imports_no_library(tmp_path: Path) -> None:
     runner = simulated_runner()
     answers(runner, [case._replace(pattern=None) for case in cases(4)])
-    assert runner.grammars._grammars is None
+    assert runner.grammars == GrammarCounts()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("grammars")]
 
 
 # ── samples that fail, alone ──
@@ -182,7 +184,7 @@ def test_grammars_are_compiled_once_and_kept_up_to_a_number() -> None:
     answers(runner, same)
     assert len(opened) == 1
     answers(runner, [Case([9, 10 + number % 200, number // 200 + 10], f"{number}") for number in range(300)])
-    assert len(opened) == 301 and len(runner.grammars._grammars._compiled) == MAX_COMPILED  # type: ignore[union-attr]
+    assert len(opened) == 301 and len(runner._grammars._compiled) == MAX_COMPILED
 
 
 def test_grammars_are_kept_up_to_a_length_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:

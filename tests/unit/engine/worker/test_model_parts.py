@@ -20,7 +20,7 @@ import transformers
 from penstock.engine.model_dir import FAMILIES
 from penstock.engine.worker import paged_attention, tensor_parallel
 from penstock.engine.worker.input_batch import TokenTable
-from penstock.engine.worker.model import TEXT_OF, load, replace_patch_convolutions
+from penstock.engine.worker.model_loader import TEXT_OF, load, replace_patch_convolutions
 from penstock.engine.worker.model_runner import CPU_SHARE, ModelRunner
 from penstock.engine.worker.paged_attention import AttentionStyle, KVCache, KVCacheShape, PagedAttention
 from penstock.engine.worker.tensor_parallel import TPGroup, shard

@@ -32,7 +32,7 @@ from penstock.engine.protocol.messages import FinishReason
 from penstock.engine.worker import paged_attention
 from penstock.engine.worker.encoding_exchange import MISSING, EncoderOptions
 from penstock.engine.worker.image_encoder import ImageEncoder
-from penstock.engine.worker.model import load
+from penstock.engine.worker.model_loader import load
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.tensor import Handle
 

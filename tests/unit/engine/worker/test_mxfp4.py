@@ -17,7 +17,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from penstock.engine.cluster.node_weights import WeightFile
 from penstock.engine.worker import weight_loader
-from penstock.engine.worker.model import load
+from penstock.engine.worker.model_loader import load
 from penstock.engine.worker.mxfp4 import read_experts
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.weight_slices import WeightSlice

@@ -1,38 +1,34 @@
-"""Steps that have been launched: each is answered in its order, and no process polls for the end of a step."""
+"""Steps that have been launched: each is answered in its order, and a thread waits for those that are not done."""
 
 from __future__ import annotations
 
 import threading
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
+from penstock.engine.protocol.columns import NOTHING
+from penstock.engine.worker.device import PendingStep, SamplerOutput
 from penstock.engine.worker.worker import PendingSteps
 from tests.conftest import eventually
 
 WITHIN = 10.0
+DONE = SamplerOutput(NOTHING)
+T = TypeVar("T", bound=PendingStep)
 
 
 class Pending:
     """A step that ends when the test says."""
 
-    def __init__(self, *, is_done: bool = False, error: Exception | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.end = threading.Event()
-        self.num_questions = 0
         self._error = error
-        if is_done:
-            self.end.set()
 
-    def is_done(self) -> bool:
-        self.num_questions += 1
-        return self.end.is_set()
-
-    def result(self) -> Any:
+    def result(self) -> SamplerOutput:
         assert self.end.wait(WITHIN)
         if self._error is not None:
             raise self._error
-        return SimpleNamespace()
+        return DONE
 
 
 class Answers:
@@ -43,12 +39,12 @@ class Answers:
         self.threads: list[str] = []
         self.steps = PendingSteps(self.answer)
 
-    def answer(self, step: Any, pending: Any) -> None:
-        pending.result()
+    def answer(self, step: Any, sampled: SamplerOutput) -> None:
+        assert sampled is DONE
         self.numbers.append(step)
         self.threads.append(threading.current_thread().name)
 
-    def add(self, number: int, pending: Pending) -> Pending:
+    def add(self, number: int, pending: T) -> T:
         step: Any = number
         self.steps.add(step, pending)
         return pending
@@ -57,7 +53,7 @@ class Answers:
 def test_step_that_is_done_at_once_is_answered_without_a_thread() -> None:
     answers = Answers()
     for number in range(3):
-        answers.add(number, Pending(is_done=True))
+        answers.add(number, DONE)
     assert answers.numbers == [0, 1, 2] and not answers.steps.is_waiting()
     assert set(answers.threads) == {threading.current_thread().name}
     assert not [thread for thread in threading.enumerate() if thread.name == "results"]
@@ -67,7 +63,7 @@ def test_steps_are_answered_in_the_order_of_their_launches() -> None:
     """The second one ends first, and the third was done when it was launched."""
     answers = Answers()
     first, second = answers.add(1, Pending()), answers.add(2, Pending())
-    answers.add(3, Pending(is_done=True))
+    answers.add(3, DONE)
     second.end.set()
     assert answers.numbers == [] and answers.steps.is_waiting()
     first.end.set()
@@ -75,32 +71,22 @@ def test_steps_are_answered_in_the_order_of_their_launches() -> None:
     assert answers.numbers == [1, 2, 3] and set(answers.threads) == {"results"}
 
 
-def test_end_of_a_step_is_awaited_and_not_polled() -> None:
-    answers = Answers()
-    pending = answers.add(1, Pending())
-    assert not pending.end.wait(0.05)
-    pending.end.set()
-    eventually(lambda: not answers.steps.is_waiting())
-    assert answers.numbers == [1] and pending.num_questions == 1
-    answers.steps.finish()
-
-
 def test_step_after_an_answered_one_may_be_answered_at_once() -> None:
     answers = Answers()
     answers.add(1, Pending()).end.set()
     eventually(lambda: not answers.steps.is_waiting())
-    answers.add(2, Pending(is_done=True))
+    answers.add(2, DONE)
     assert answers.numbers == [1, 2] and answers.threads[1] == threading.current_thread().name
     answers.steps.finish()
 
 
 def test_error_of_the_device_is_raised_where_the_worker_looks() -> None:
     answers = Answers()
-    answers.add(1, Pending(error=ArithmeticError("the device has caught fire"))).end.set()
+    answers.add(1, Pending(ArithmeticError("the device has caught fire"))).end.set()
     with pytest.raises(ArithmeticError, match="caught fire"):
         eventually(lambda: not answers.steps.is_waiting())
     with pytest.raises(ArithmeticError):
-        answers.add(2, Pending(is_done=True))
+        answers.add(2, DONE)
     with pytest.raises(ArithmeticError):
         answers.steps.finish()
     assert answers.numbers == []

@@ -11,7 +11,7 @@ from tests.support.models import TEXT, VISION, Family, ask, build_family, device
 # isort: split
 import torch
 
-from penstock.engine.worker.model import load
+from penstock.engine.worker.model_loader import load
 from penstock.engine.worker.tensor_parallel import TPGroup
 from tests import tiers
 from tests.support.ranks import answers_of_threads

@@ -1,12 +1,15 @@
 """The device on a clock: when steps end, what they sample, and how long it had to wait."""
 
+from typing import Any
+
 import numpy as np
 
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
-from penstock.engine.worker.simulated_device import SimulatedPendingStep, SimulatedRunner, TokenRule
+from penstock.engine.worker.device import SamplerOutput
+from penstock.engine.worker.simulated_device import SimulatedRunner, TokenRule
 
 PARAMS = SamplingParams()
 TOLD = SimulatedDevice(step_seconds=2**-6, vocabulary=1000, seed=5)
@@ -26,7 +29,7 @@ class Bench:
         blocks = range(20 * self.number, 20 * self.number + 20)
         return self.plan.join(self.number, prompt, PARAMS, blocks, chunk=prompt.size, **options)
 
-    def launch(self) -> SimulatedPendingStep:
+    def launch(self) -> Any:
         self.number += 1
         step = self.plan.build(1, self.number)
         self.schedule.apply(step)
@@ -42,10 +45,13 @@ def test_a_step_that_is_launched_while_another_runs_begins_when_that_ends() -> N
     bench.join(ids(1, 2, 3))
     assert bench.launch().done_at == 128 + 2**-6
     bench.now += 2**-8
-    second = bench.launch()
-    assert second.done_at == 128 + 2**-5 and not second.is_done()
-    bench.now = 128 + 2**-5
-    assert second.is_done()
+    assert bench.launch().done_at == 128 + 2**-5
+
+
+def test_step_that_takes_no_time_is_done_when_it_is_launched() -> None:
+    bench = Bench(SimulatedDevice(step_seconds=0.0))
+    bench.join(ids(1, 2, 3))
+    assert isinstance(bench.launch(), SamplerOutput)
 
 
 def test_each_token_may_take_its_time_too() -> None:

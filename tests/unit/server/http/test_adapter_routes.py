@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import errno
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from penstock.environment import ALLOW_RUNTIME_LORA
 from penstock.server.errors import ApiError
 from penstock.server.http.adapter_routes import AdapterRoutes, LoadAdapter
 from tests.conftest import spawn
-from tests.support.loops import in_a_loop
+from tests.support.loops import in_a_loop, until
 
 SQL, NEWER = Adapter("sql", "/sql", b"1" * 32), Adapter("sql", "/newer", b"2" * 32)
 NOTHING: Any = None
@@ -53,12 +53,6 @@ class Loader:
         self.calls.append((kind, adapter.path))
         assert self.registry is not None
         self.unsettled.append(self.registry.read().unsettled)
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """The watchdog of every test ends a wait for ever."""
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def record_events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
@@ -118,71 +112,69 @@ def test_routes_are_there_where_they_are_allowed(monkeypatch: pytest.MonkeyPatch
     registry.close()
 
 
+@pytest.mark.parametrize(("failing", "text"), [("fails", "no such file"), ("refuses", "other files")])
 @in_a_loop
-async def test_adapter_that_an_engine_refuses_is_nowhere(scene: Scene) -> None:
-    scene.adapters.fails = True
-    with pytest.raises(EngineError, match="no such file"):
+async def test_adapter_that_an_engine_refuses_is_nowhere(scene: Scene, failing: str, text: str) -> None:
+    """The second group has begun anew, and has read the registry before the adapter came."""
+    setattr(scene.adapters, failing, True)
+    with pytest.raises(EngineError, match=text):
         await scene.load(SQL)
-    assert scene.adapters.calls == [("load", "/sql"), ("unload", "/sql")]
-    assert scene.registry.read() == AdapterList(()) and not scene.routes.by_name
+    settled = [("settle", "/sql")] * scene.adapters.refuses
+    assert scene.adapters.calls == [("load", "/sql"), *settled, ("unload", "/sql")]
+    assert not scene.routes.by_name and not scene.registry.read().unsettled
     assert scene.is_unlocked()
-
-
-@in_a_loop
-async def test_adapter_that_cannot_be_replaced_stays(scene: Scene) -> None:
-    await scene.load(SQL)
-    with pytest.raises(ApiError, match="has already been loaded"):
-        await scene.load(NEWER)
-    scene.adapters.fails = True
-    with pytest.raises(EngineError):
-        await scene.load(NEWER, in_place=True)
-    assert scene.routes.by_name == {"sql": SQL}
-    scene.adapters.fails = False
-    await scene.load(NEWER, in_place=True)
-    assert scene.routes.by_name == {"sql": NEWER} and scene.adapters.calls[-1] == ("unload", "/sql")
 
 
 @in_a_loop
 async def test_last_adapter_that_has_room_is_replaced(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.server.http.adapter_routes.MAX_ADAPTERS", 1)
     await scene.load(SQL)
+    with pytest.raises(ApiError, match="has already been loaded"):
+        await scene.load(NEWER)
     with pytest.raises(ApiError, match="at most 1 adapters"):
         await scene.load(SQL._replace(name="too"))
     await scene.load(NEWER, in_place=True)
     assert scene.routes.by_name == {"sql": NEWER}
 
 
+@pytest.mark.parametrize(
+    ("is_own", "text"),
+    [
+        (False, r"another API server has changed adapters for 0\.2 s"),
+        (True, r"other changes of adapters have taken 0\.2 s"),
+    ],
+    ids=["another server", "this server"],
+)
 @in_a_loop
-async def test_change_waits_for_another_server_for_a_time_only(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_change_waits_for_another_change_for_a_time_only(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, is_own: bool, text: str
+) -> None:
+    """As while an engine hangs, and the start of the server settles."""
     scene.routes._config = EngineConfig(model="/m", start_timeout=0.2)
-    with monkeypatch.context() as context:
-        context.setattr(scene.registry, "lock", lambda: False)
-        with pytest.raises(ApiError, match=r"another API server has changed adapters for 0\.2 s") as refused:
+    async with contextlib.AsyncExitStack() as other_change:
+        if is_own:
+            await other_change.enter_async_context(scene.routes._changing())
+        else:
+            other_change.enter_context(monkeypatch.context()).setattr(scene.registry, "lock", lambda: False)
+        with pytest.raises(ApiError, match=text) as refused:
             await scene.load(SQL)
     assert refused.value.status == 503 and not scene.adapters.calls
     await scene.load(SQL)
 
 
+@pytest.mark.parametrize("failing", ["fails", "refuses", "hanging"])
 @in_a_loop
-async def test_adapter_that_a_group_that_began_anew_refuses_is_nowhere(scene: Scene) -> None:
-    """The group was asked before it died, and read the registry before the adapter was there."""
-    scene.adapters.refuses = True
-    with pytest.raises(EngineError, match="other files"):
-        await scene.load(SQL)
-    assert scene.adapters.calls == [("load", "/sql"), ("settle", "/sql"), ("unload", "/sql")]
-    assert not scene.routes.by_name and not scene.registry.read().unsettled
-
-
-@pytest.mark.parametrize("is_hanging", [False, True])
-@in_a_loop
-async def test_former_adapter_stays_when_a_group_does_not_follow(scene: Scene, is_hanging: bool) -> None:
-    """A group that began anew refuses the new files, or does not answer. No group unloads the former adapter."""
+async def test_former_adapter_stays_when_a_group_does_not_follow(scene: Scene, failing: str) -> None:
+    """No group can load the new files, or a group that began anew refuses the files, or gives no answer."""
     await scene.load(SQL)
-    scene.adapters.refuses, scene.adapters.hanging = not is_hanging, NEWER.digest if is_hanging else b""
+    setattr(scene.adapters, failing, NEWER.digest if failing == "hanging" else True)
     with pytest.raises(EngineError):
         await scene.load(NEWER, in_place=True)
     assert scene.routes.by_name == {"sql": SQL} and ("unload", "/sql") not in scene.adapters.calls
     assert ("unload", "/newer") in scene.adapters.calls
+    setattr(scene.adapters, failing, b"" if failing == "hanging" else False)
+    await scene.load(NEWER, in_place=True)
+    assert scene.routes.by_name == {"sql": NEWER} and scene.adapters.calls[-1] == ("unload", "/sql")
 
 
 @in_a_loop
@@ -190,20 +182,9 @@ async def test_adapter_without_room_beside_itself_is_refused(scene: Scene, monke
     """The registry has an adapter that was named just now twice: with its name, and as unsettled."""
     nbytes = len(msgspec.msgpack.encode(scene.registry.read().with_unsettled(SQL)))
     monkeypatch.setattr("penstock.engine.cluster.adapter_registry.MAX_NBYTES", nbytes)
-    with pytest.raises(ApiError, match="expected names and paths of adapters of at most") as refused:
+    with pytest.raises(ApiError, match=f"of adapters of at most {nbytes} bytes, got") as refused:
         await scene.load(SQL)
     assert refused.value.status == 400 and not scene.adapters.calls
-
-
-@in_a_loop
-async def test_request_waits_for_other_changes_of_its_server_for_a_time_only(scene: Scene) -> None:
-    """As while an engine hangs, and the start of the server settles."""
-    async with scene.routes._changing():
-        scene.routes._config = EngineConfig(model="/m", start_timeout=0.2)
-        with pytest.raises(ApiError, match=r"other changes of adapters have taken 0\.2 s") as refused:
-            await scene.load(SQL)
-    assert refused.value.status == 503 and not scene.adapters.calls
-    await scene.load(SQL)
 
 
 @in_a_loop
@@ -313,15 +294,6 @@ async def test_registry_that_cannot_be_read_is_logged_and_tried_again(
     await until(lambda: not scene.registry.read().unsettled)
     settling.cancel()
     assert scene.adapters.calls == [("unload", "/sql")]
-
-
-@in_a_loop
-async def test_adapter_without_room_in_the_registry_is_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene.registry.read()
-    monkeypatch.setattr("penstock.engine.cluster.adapter_registry.MAX_NBYTES", 70)  # also moves the next version
-    with pytest.raises(ApiError, match="expected names and paths of adapters of at most 70 bytes, got") as refused:
-        await scene.load(SQL)
-    assert refused.value.status == 400 and not scene.adapters.calls
 
 
 @in_a_loop

@@ -41,9 +41,6 @@ class CudaPendingStep:
         self._event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
         self._event.record(torch.cuda.current_stream(out.device))
 
-    def is_done(self) -> bool:
-        return bool(self._event.query())
-
     def ids(self) -> Ints:
         """Returns the sampled ids. Blocks until the step is done."""
         self._wait()

@@ -12,7 +12,6 @@ from torch import Tensor
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints, Step
-from penstock.engine.worker.cpu_decoder import AdapterRun
 from penstock.engine.worker.cuda.attention import FEW_ROWS
 from penstock.engine.worker.cuda.state import DeviceState, JoinedSample
 from penstock.engine.worker.cuda.step_graphs import DecodeSteps, GraphRecorder, MixedSteps, shared_result
@@ -20,6 +19,7 @@ from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, InputSize
 from penstock.engine.worker.cuda.step_room import StepRoom
 from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler, TokenChooser
 from penstock.engine.worker.input_batch import InputBatch, pinned
+from penstock.engine.worker.lora import AdapterRun
 from penstock.engine.worker.model import InputEmbeds, LoadedModel
 from penstock.engine.worker.paged_attention import KVCache
 from penstock.engine.worker.sampler import Sampler, is_penalized, seed_of

@@ -44,7 +44,7 @@ from penstock.engine.worker import input_batch, model_runner  # noqa: E402
 from penstock.engine.worker.cuda import step_graphs  # noqa: E402
 from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
 from penstock.engine.worker.cuda.pending_step import CudaPendingStep  # noqa: E402
-from penstock.engine.worker.device import TorchPendingStep  # noqa: E402
+from penstock.engine.worker.device import PendingStep  # noqa: E402
 from penstock.engine.worker.image_encoder import ImageEncoder  # noqa: E402
 from penstock.engine.worker.input_batch import build_batch  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner  # noqa: E402
@@ -96,7 +96,7 @@ class Watcher:
         self._steps: list[tuple[Report, bool, bool]] = []  # and whether it has no news, and no chunk
         launch, follows_decoding = ModelRunner.launch, False
 
-        def watched(runner: ModelRunner, batch: BatchState, step: Step) -> TorchPendingStep:
+        def watched(runner: ModelRunner, batch: BatchState, step: Step) -> PendingStep:
             nonlocal follows_decoding
             with double.watched() as report:
                 pending = launch(runner, batch, step)
@@ -458,7 +458,7 @@ def test_steps_write_the_places_of_their_tokens_alone(
     caches = [cache.numbers for layer in runner.runner._memory.layers.values() for cache in layer]
     launch = ModelRunner.launch
 
-    def compared(own: ModelRunner, batch: BatchState, step: Step) -> TorchPendingStep:
+    def compared(own: ModelRunner, batch: BatchState, step: Step) -> PendingStep:
         before = [cache.clone() for cache in caches]
         pending = launch(own, batch, step)
         places = set(build_batch(batch).places.tolist())
@@ -623,14 +623,14 @@ def test_model_that_waits_for_the_device_is_answered_without_graphs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A mixture that runs the experts of a token in turn."""
-    of, load = family("qwen3_moe"), model_runner.models.load
+    of, load = family("qwen3_moe"), model_runner.model_loader.load
 
     def load_with_eager_experts(*arguments: Any, **options: Any) -> Any:
         model = load(*arguments, **options)
         model.stock.set_experts_implementation("eager")
         return model
 
-    monkeypatch.setattr(model_runner.models, "load", load_with_eager_experts)
+    monkeypatch.setattr(model_runner.model_loader, "load", load_with_eager_experts)
     with caplog.at_level(logging.INFO, "penstock.engine"):
         runner = on_double(of)
     assert [len(graphs) for graphs in runner.graphs] == [0, 0]

@@ -18,7 +18,7 @@ require_interpreter()
 from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
 from penstock.engine.worker import weight_loader  # noqa: E402
 from penstock.engine.worker.encoding_exchange import EncoderOptions  # noqa: E402
-from penstock.engine.worker.model import kv_nbytes_of_token  # noqa: E402
+from penstock.engine.worker.model_loader import kv_nbytes_of_token  # noqa: E402
 from penstock.engine.worker.paged_attention import KVCache  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.cuda_double import CudaDouble  # noqa: E402
