@@ -5,6 +5,7 @@ Each family answers as `transformers` does, with graphs and without, and no step
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ from penstock.tensor import Handle, Store  # noqa: E402
 from penstock.tensor.cuda import CudaPool, CudaTensors, DeviceScope  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.conftest import eventually  # noqa: E402
-from tests.support.cuda_double import CudaDouble, Fault, Report  # noqa: E402
+from tests.support.cuda_double import CudaDouble, Fault, Report, numbers_of  # noqa: E402
 from tests.support.ranks import Work, ranks_must_answer, run_ranks  # noqa: E402
 from tests.unit.engine.worker.test_long_answers import random_requests  # noqa: E402
 from tests.unit.engine.worker.test_odd_shapes import MODELS, odd  # noqa: E402
@@ -174,24 +175,43 @@ def test_random_text_without_graphs_is_answered_as_on_the_cpu(
     assert not runner.faults()
 
 
+def variant(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+    """Returns what Triton compiles a kernel for."""
+    names, parameters = dict(zip(kernel.arg_names, arguments)) | options, inspect.signature(kernel.fn).parameters
+    key = []
+    for name, value in names.items():
+        if isinstance(value, torch.Tensor):
+            key.append((name, value.dtype, value.data_ptr() % 16 == 0))
+        elif name not in parameters or "constexpr" in str(parameters[name].annotation):
+            key.append((name, value))
+        elif isinstance(value, int) and name not in (kernel.kwargs["do_not_specialize"] or ()):
+            key.append((name, value == 1, value % 16 == 0))
+    return kernel, *key
+
+
+@pytest.mark.parametrize("slots", [4, 6])
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_each_kernel_is_compiled_before_the_first_request(
     has_graphs: bool,
+    slots: int,
     family: BuildFamily,
     on_double: NewDouble,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """For each alignment of addresses and number that is a constant of the kernel."""
     launch, launched = CudaDouble.launch_kernel, set[Any]()
 
-    def note(double: CudaDouble, kernel: Any, *arguments: Any, **options: Any) -> None:
-        launched.add(kernel)
-        launch(double, kernel, *arguments, **options)
+    def note(double: CudaDouble, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+        launched.add(variant(kernel, *numbers_of(arguments), **options))
+        launch(double, kernel, grid, *arguments, **options)
 
     monkeypatch.setattr(CudaDouble, "launch_kernel", note)
     of = family("qwen3")
-    runner = on_double(of, has_graphs=has_graphs)
+    runner = on_double(of, has_graphs=has_graphs, slots=slots, blocks=64)
     compiled = set(launched)
-    runner.ask(of.requests[4:6])
+    assert len(compiled) > len({kernel for kernel, *_ in compiled}) > 8
+    few = [request._replace(prompt=request.prompt[:2], tokens=12) for request in of.requests[:7]]
+    runner.ask([*few, of.requests[4]], slots=slots)
     assert launched == compiled
 
 
