@@ -178,10 +178,12 @@ class LoadedModel:
     def _run_modules(self, paged: Attention, ids: Tensor, positions: Tensor, embeds: InputEmbeds | None) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds.tokens[None]}
         self._deepstack.embeds = embeds if embeds is not None and embeds.added else None
-        outcome = self.stock.get_decoder()(
-            **inputs, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
-        )
-        self._deepstack.embeds = None
+        try:
+            outcome = self.stock.get_decoder()(
+                **inputs, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
+            )
+        finally:
+            self._deepstack.embeds = None
         hidden: Tensor = outcome.last_hidden_state[0]
         return hidden
 

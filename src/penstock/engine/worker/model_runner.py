@@ -256,19 +256,25 @@ class ModelRunner:
             # leaves other ranks waiting, unless all ranks have agreed to fail.
             if self._num_failed > 1 or (self._ranks.size > 1 and not cuda.is_agreed(error)):
                 raise MemoryError(f"{error}; lower --gpu-memory-utilization or --max-num-batched-tokens") from error
-            self._num_failed += 1
-            cuda.state.forget()
-            if self._images is not None:
-                self._images.forget_encodings()
-            torch.cuda.empty_cache()
-            rows = batch.rows[batch.counts[batch.rows] > 0]
-            if step.joined is not None:  # parameters of joined slots may be lost
-                rows = np.union1d(rows, step.joined.slots)
-            event("out of memory", WARNING, requests=rows.size, why=str(error).partition("\n")[0])
-            ids = torch.zeros(batch.sampled.size, dtype=torch.int32)
-            return TorchPendingStep(ids, batch.sampled, None, dict.fromkeys(rows.tolist(), FinishReason.ERROR))
-        self._num_failed = 0
-        return pending
+            why = str(error).partition("\n")[0]
+        else:
+            self._num_failed = 0
+            return pending
+        return self._fail_step(batch, step, cuda, why)  # here: the error would hold the tensors of the step
+
+    def _fail_step(self, batch: BatchState, step: Step, cuda: CudaSteps, why: str) -> PendingStep:
+        """Fails the requests of a step that lacked memory, and frees what can be computed again."""
+        self._num_failed += 1
+        cuda.state.forget()
+        if self._images is not None:
+            self._images.forget_encodings()
+        torch.cuda.empty_cache()
+        rows = batch.rows[batch.counts[batch.rows] > 0]
+        if step.joined is not None:  # parameters of joined slots may be lost
+            rows = np.union1d(rows, step.joined.slots)
+        event("out of memory", WARNING, requests=rows.size, why=why)
+        ids = torch.zeros(batch.sampled.size, dtype=torch.int32)
+        return TorchPendingStep(ids, batch.sampled, None, dict.fromkeys(rows.tolist(), FinishReason.ERROR))
 
     def _compute_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> PendingStep:
         if not batch.counts[batch.rows].any():  # no row, or all of them wait
@@ -331,11 +337,11 @@ class ModelRunner:
                     self._sampler.leave(slot)
                 if self._images is not None and slot in self._images.by_slot:
                     self._images.leave(slot)
+        if self._sampler is not None:  # before joins, which may lack memory: grammars follow failed steps, too
+            self._masks = self.grammars.launch(batch, step)
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
                 self._join(slot, batch)
-        if self._sampler is not None:
-            self._masks = self.grammars.launch(batch, step)
 
     def _join(self, slot: int, batch: BatchState) -> None:
         prompt, generated = batch.prompts[slot], batch.generated[slot]
