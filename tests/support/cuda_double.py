@@ -164,21 +164,24 @@ class CudaDouble(TorchDispatchMode):
         ] = {}  # by address: alive as long as the double, so that none is used again
         self._references: Counter[int] = Counter()  # tensors of each memory on the device, by address
         self._replayed: _Graph | None = None
-        self._undo: contextlib.ExitStack | None = None
+        self._undo = contextlib.ExitStack()
+        self._num_entered = 0
 
     def __enter__(self) -> CudaDouble:
-        load_guard()
-        CudaDouble.current = self
-        self.default_stream = self.stream = self.Stream()
-        self._undo = contextlib.ExitStack()
-        self.replace_torch(self._undo)
+        if not self._num_entered:
+            load_guard()
+            CudaDouble.current = self
+            self.default_stream = self.stream = self.Stream()
+            self.replace_torch(self._undo)
+        self._num_entered += 1  # an operation that torch decomposes enters once more
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        assert self._undo is not None
-        self._undo.close()
+        self._num_entered -= 1
+        if not self._num_entered:
+            self._undo.close()
 
     def replace_torch(self, undo: contextlib.ExitStack) -> None:
         """Until `undo` is closed."""

@@ -91,6 +91,18 @@ def test_tensors_of_two_devices_do_not_mix(double: CudaDouble, numbers: torch.Te
     assert (numbers + torch.tensor(1.0)).device == CUDA  # a number may come from the host
 
 
+def test_double_leaves_torch_as_it_was() -> None:
+    """Also where an operation is decomposed within: a later double of the process finds torch's own functions."""
+    before = torch.cuda.is_available, torch.cuda.set_device, torch.tensor
+    double = CudaDouble()
+    for _ in range(2):
+        with double, torch.inference_mode():
+            stream = torch.cuda.default_stream()
+            assert torch.ones(2, 3, device="cuda").reshape(6).tolist() == [1] * 6
+            assert torch.cuda.default_stream() is stream and torch.cuda.is_available is not before[0]
+        assert (torch.cuda.is_available, torch.cuda.set_device, torch.tensor) == before
+
+
 def test_pinned_memory_that_is_written_before_its_copy_is_done(double: CudaDouble) -> None:
     ring = torch.zeros(4).pin_memory()
     event = torch.cuda.Event()
