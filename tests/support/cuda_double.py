@@ -11,7 +11,9 @@ The double computes at once. What a device does later, it does late where the ho
 * A copy to the device reads pinned memory, which must not change until an event behind the copy has passed.
 * A copy to the host arrives when an event behind it has passed. Until then its memory holds POISON.
 * A replay of a graph runs the recorded operations on the recorded memory. What the replay before it has written is
-  POISON then, as graphs share one pool of memory.
+  POISON then, as graphs share one pool of memory; and so is memory for a result (`out=`), up to the operation that
+  writes it: an operation that reads it before is a fault.
+* Memory that `empty` allocates holds POISON.
 * A wait invalidates a capture, which torch's allocator then counts as underway for ever.
 
 A report counts launches, copies and allocations, and names the line of each operation that makes the host wait for the
@@ -52,6 +54,8 @@ FUSED = ("scaled_dot_product_attention", "linear", "matmul", "layer_norm", "rms_
 READING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique", "equal", "is_nonzero", "bincount")
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 SILENT = ("empty", "new_empty", "detach", "_unsafe_view", "lift")  # no kernel
+UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+OVERWRITING = ("copy_", "fill_", "zero_")  # do not read their first argument
 SKIPPED = (
     "/torch/",
     "/tests/support/cuda_double.py",
@@ -147,6 +151,7 @@ class CudaDouble(TorchDispatchMode):
         self.held_nbytes = self.peak_nbytes = self.allocated = 0
         self.pool_nbytes = 0  # kept for all graphs: as much as the largest has needed
         self.fail_at = 0
+        self.held_when_emptied: list[int] = []  # bytes, at each call of `empty_cache`
         self.report = Report()  # read only while the double is watched
         self.tape: list[_Operation] | None = None
         self.is_capture_invalid = False  # of the tape
@@ -159,21 +164,24 @@ class CudaDouble(TorchDispatchMode):
         ] = {}  # by address: alive as long as the double, so that none is used again
         self._references: Counter[int] = Counter()  # tensors of each memory on the device, by address
         self._replayed: _Graph | None = None
-        self._undo: contextlib.ExitStack | None = None
+        self._undo = contextlib.ExitStack()
+        self._num_entered = 0
 
     def __enter__(self) -> CudaDouble:
-        load_guard()
-        CudaDouble.current = self
-        self.default_stream = self.stream = self.Stream()
-        self._undo = contextlib.ExitStack()
-        self.replace_torch(self._undo)
+        if not self._num_entered:
+            load_guard()
+            CudaDouble.current = self
+            self.default_stream = self.stream = self.Stream()
+            self.replace_torch(self._undo)
+        self._num_entered += 1  # an operation that torch decomposes enters once more
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        assert self._undo is not None
-        self._undo.close()
+        self._num_entered -= 1
+        if not self._num_entered:
+            self._undo.close()
 
     def replace_torch(self, undo: contextlib.ExitStack) -> None:
         """Until `undo` is closed."""
@@ -307,7 +315,9 @@ class CudaDouble(TorchDispatchMode):
             kwargs.pop(option, None)
         if name == "histc" and not args[0].is_floating_point():
             func = _Widened(func)
-        numbers = self.compute(func, _numbers_of(args), _numbers_of(kwargs))
+        if name in UNWRITTEN:
+            func = _Poisoned(func)
+        numbers = self.compute(func, numbers_of(args), numbers_of(kwargs))
         known = {id(tensor.numbers): tensor for tensor in ours}
         result = tree_map_only(
             torch.Tensor, lambda tensor: known[id(tensor)] if id(tensor) in known else OnDevice(tensor), numbers
@@ -316,7 +326,7 @@ class CudaDouble(TorchDispatchMode):
             if not name.startswith(SILENT):
                 self.report.launches[line_of_call()] += 1
             if self.tape is not None:
-                self.tape.append(_Operation(func, _numbers_of(args), _numbers_of(kwargs), numbers))
+                self.tape.append(_Operation(func, numbers_of(args), numbers_of(kwargs), numbers, line_of_call()))
         return result
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -328,11 +338,11 @@ class CudaDouble(TorchDispatchMode):
             with torch.utils._python_dispatch._disable_current_modes():
                 kernel[grid](*args, **options)
 
-        args, options = _numbers_of(args), _numbers_of(options)
+        args, options = numbers_of(args), numbers_of(options)
         run(*args, **options)
         self.report.launches[line_of_call()] += 1
         if self.tape is not None:
-            self.tape.append(_Operation(run, args, options, None))
+            self.tape.append(_Operation(run, args, options, None, line_of_call()))
 
     # ── copies ──
     def _pageable(self, what: str) -> None:
@@ -401,15 +411,67 @@ class CudaDouble(TorchDispatchMode):
             self._replayed.poison()
         self._replayed = graph
         with torch.utils._python_dispatch._disable_current_modes():
+            unwritten = _Extents()
             for operation in graph.operations:
+                for memory in operation.outs():
+                    poison(memory)
+                    unwritten.add(memory)
+            for operation in graph.operations:
+                if any(map(unwritten.overlaps, operation.reads())):
+                    self.report.faults.append(Fault("reads memory for a result before it is written", operation.line))
                 operation.run_again()
+                for memory in operation.writes():
+                    unwritten.remove(memory)
+
+
+class _Extents:
+    """Parts of memory, as ranges of addresses."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.remove(tensor)
+        self._ranges.append(_extent(tensor))
+
+    def remove(self, tensor: torch.Tensor) -> None:
+        begin, end = _extent(tensor)
+        sides = [side for low, high in self._ranges for side in ((low, min(high, begin)), (max(low, end), high))]
+        self._ranges = [(low, high) for low, high in sides if low < high]
+
+    def overlaps(self, tensor: torch.Tensor) -> bool:
+        begin, end = _extent(tensor)
+        return any(low < end and begin < high for low, high in self._ranges)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the addresses from the first number of a tensor to the last."""
+    count = 0 if not tensor.numel() else 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + count * tensor.element_size()
 
 
 class _Operation(NamedTuple):
+    """An operation of torch, or the launch of a kernel, of which each tensor counts as read."""
+
     func: Any
     args: Any
     kwargs: Any
     results: Any
+    line: str
+
+    def outs(self) -> list[torch.Tensor]:
+        schema = getattr(self.func, "_schema", None)
+        names = () if schema is None else [argument.name for argument in schema.arguments if argument.is_out]
+        return [self.kwargs[name] for name in names if name in self.kwargs]
+
+    def writes(self) -> list[torch.Tensor]:
+        is_overwriting = str(getattr(self.func, "overloadpacket", "")).rpartition(".")[2] in OVERWRITING
+        return [*self.outs(), *(self.args[:1] if is_overwriting else ())]
+
+    def reads(self) -> list[torch.Tensor]:
+        tensors = [value for value in tree_flatten((self.args, self.kwargs))[0] if isinstance(value, torch.Tensor)]
+        written = self.writes()
+        return [tensor for tensor in tensors if not any(tensor is other for other in written)]
 
     def run_again(self) -> None:
         results = self.func(*self.args, **self.kwargs)
@@ -446,6 +508,18 @@ class _Widened:
 
     def __call__(self, first: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
         return self._func(first.float(), *others, **kwargs)
+
+
+class _Poisoned:
+    """An operation that allocates memory, and does not write it."""
+
+    def __init__(self, func: Any) -> None:
+        self._func, self._schema = func, func._schema
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        memory: torch.Tensor = self._func(*args, **kwargs)
+        poison(memory)
+        return memory
 
 
 # ── in place of torch.cuda ──
@@ -497,6 +571,7 @@ def _torch_cuda_of(double: CudaDouble) -> dict[str, Any]:
             double.stream = before
 
     def empty_cache() -> None:
+        double.held_when_emptied.append(double.held_nbytes)
         if double.captures_underway:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
@@ -609,7 +684,7 @@ def line_of_call() -> str:
     return innermost
 
 
-def _numbers_of(value: Any) -> Any:
+def numbers_of(value: Any) -> Any:
     return tree_map_only(OnDevice, lambda tensor: tensor.numbers, value)
 
 

@@ -164,8 +164,8 @@ class Threads(TPGroup):
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor.copy_(sum(self._all(tensor.clone())))
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        return torch.cat(self._all(tensor.clone()), dim=-1)
+    def gather(self, tensor: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        return torch.cat(self._all(tensor.clone()), dim=-1)[..., :width]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         return tensor.copy_(self._all(tensor.clone())[source])

@@ -176,6 +176,7 @@ def test_row_of_tests_that_leave_no_report_fails(script: Any) -> None:
         (0.5, 0, ("--rehearse",), "passed"),
         (None, 0, ("--rehearse",), "passed"),
         (0.98, 1, ("--rehearse",), "FAILED"),
+        (0.98, None, ("--rehearse",), "not measured"),
     ],
 )
 def test_row_of_a_benchmark_fails_by_wrong_results_not_by_slow_ones(
@@ -239,6 +240,15 @@ def test_memcheck_passes_if_the_sanitizer_counts_no_errors(
     run = run_of(script)
     run.row(script.Row("memcheck", script.memcheck, 60))
     assert (run.results[0].result, run.results[0].figure) == (result, figure)
+
+
+def test_memcheck_of_a_rehearsal_counts_no_errors(script: Any, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "device.py").write_text("")
+    run = run_of(script, "--rehearse", "--out", tmp_path)
+    run.row(script.Row("memcheck", script.memcheck, 60))
+    assert (run.results[0].result, run.conclude()) == ("not measured", 0)
+    assert capsys.readouterr().out.endswith("\n0 passed, 0 failed, 1 not measured\n")
 
 
 def test_memcheck_that_is_killed_by_its_limit_fails(script: Any, tmp_path: Path, monkeypatch: Any) -> None:

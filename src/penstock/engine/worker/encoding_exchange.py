@@ -136,7 +136,7 @@ class EncodingExchange:
                 try:
                     outcomes[number] = OF_ANOTHER, self._encoder.empty(image.length)
                 except torch.OutOfMemoryError as error:
-                    outcomes[number] = self._lacking(error), None
+                    outcomes[number] = self._lacking(str(error)), None
 
     def _outcome(self, image: PromptImage, timeout: float) -> tuple[int, Tensor | None]:
         """Encodes an image, unless an engine has done so. Raises Timeout while another engine does."""
@@ -167,10 +167,12 @@ class EncodingExchange:
         except torch.OutOfMemoryError as error:
             if self._ranks.size == 1:
                 raise
-            return self._lacking(error), None  # the other ranks wait for the outcomes of this one
+            why = str(error)
+        # The other ranks wait for the outcomes of this rank. The error, gone here, held tensors of the encoder.
+        return self._lacking(why), None
 
-    def _lacking(self, error: torch.OutOfMemoryError) -> int:
-        event("out of memory", WARNING, images=1, why=str(error).partition("\n")[0])
+    def _lacking(self, why: str) -> int:
+        event("out of memory", WARNING, images=1, why=why.partition("\n")[0])
         torch.cuda.empty_cache()
         return LACKING
 

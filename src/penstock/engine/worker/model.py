@@ -109,8 +109,9 @@ class LoadedModel:
             self._cuda_decoder = find_cuda_decoder(stock.get_decoder(), stock.get_input_embeddings(), probe, ranks)
         head = stock.get_output_embeddings()
         has_head = not isinstance(head, nn.Identity)
-        # One product, with nothing after it: ranks gather logits.
-        self._has_plain_head = type(head) is nn.Linear and getattr(head, "bias", None) is None and ranks.size == 1
+        # One product, with nothing after it but that ranks gather its columns.
+        has_bias = getattr(head, "bias", None) is not None
+        self._has_plain_head = type(head) is nn.Linear and not has_bias and head not in ranks.summed
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None) if has_head else None
 
     def _probe(self) -> Probe:
@@ -160,10 +161,12 @@ class LoadedModel:
     def _run_modules(self, paged: Attention, ids: Tensor, positions: Tensor, embeds: InputEmbeds | None) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds.tokens[None]}
         self._deepstack.embeds = embeds if embeds is not None and embeds.added else None
-        outcome = self.stock.get_decoder()(
-            **inputs, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
-        )
-        self._deepstack.embeds = None
+        try:
+            outcome = self.stock.get_decoder()(
+                **inputs, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
+            )
+        finally:
+            self._deepstack.embeds = None
         hidden: Tensor = outcome.last_hidden_state[0]
         return hidden
 
@@ -177,6 +180,8 @@ class LoadedModel:
         read other types, in the type of the model. `out`: memory for the logits, if the caller has some."""
         head = self.stock.get_output_embeddings()
         if out is not None and self._softcap is None and self._has_plain_head:
+            if head in self.ranks.gathered:
+                return self.ranks.gather(hidden @ head.weight.t(), self.vocab_size, out)
             return torch.mm(hidden, head.weight.t(), out=out)
         logits: Tensor = head(hidden).to(self.logits_dtype)
         if self._softcap is not None:

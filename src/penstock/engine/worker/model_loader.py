@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from logging import DEBUG
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,9 @@ from penstock.engine.worker.stock import (
 from penstock.engine.worker.tensor_parallel import PLANS, TPGroup, outputs_are_summed, shard
 from penstock.engine.worker.weight_slices import HeadSlices, WeightSlice
 
+if TYPE_CHECKING:  # it imports Triton
+    from penstock.engine.worker.cuda.step_room import MemoryNeeds
+
 TEXT_OF = {
     "qwen3_vl": "qwen3"
 }  # these families have no plan for their text, which is sharded as that of another family
@@ -59,14 +62,11 @@ def load(
     shared: SharedWeights | None = None,
     *,
     has_head: bool = True,
-    utilization: float = 1.0,
-    request_tokens: int = 0,
-    reserved: int = 0,
+    needs: MemoryNeeds | None = None,
 ) -> LoadedModel:
     """Loads this rank's shard of a model, and of its adapters; None: LoRA is not enabled. `dtype`: "auto" for that of
     config.json. `shared`: weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden
-    states as `logits`; the files need no weights of the head. `utilization`: of the memory of a CUDA device, which has
-    to have room for keys and values of `request_tokens` and for `reserved` bytes, too.
+    states as `logits`; the files need no weights of the head. `needs`: what a CUDA device has to have room for, too.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks, or a device has no room.
     """
@@ -91,7 +91,8 @@ def load(
     if device.type == "cpu":
         load_on_cpu(stock, path, slices, device, shared)
     else:
-        require_memory(stock, ranks, device, utilization, request_tokens, reserved)
+        if needs is not None:
+            needs.require(stock, ranks, device)
         weight_loader.load(stock, path, slices, device)
     event("weights are loaded", DEBUG)
     replace_patch_convolutions(stock)
@@ -111,33 +112,6 @@ def load(
     )
     event("model is loaded", DEBUG)
     return model
-
-
-def require_memory(
-    stock: Any, ranks: TPGroup, device: torch.device, utilization: float, request_tokens: int, reserved: int
-) -> None:
-    """Raises ValueError on all ranks if a CUDA device has no room for the weights, which have not been read, and one
-    request."""
-    weights = sum(parameter.nbytes for parameter in stock.parameters())
-    request = request_tokens * kv_nbytes_of_token(stock)
-    unused, total = torch.cuda.mem_get_info(device)
-    room = utilization * total - (total - unused)
-    if not ranks.least(int(weights + request + reserved < room)):
-        sizes = f"{weights / 2**30:.2f} GiB of weights"
-        if request:
-            sizes += f", {request / 2**30:.2f} GiB for keys and values of {request_tokens} tokens"
-        raise ValueError(
-            f"no room for one request: {sizes} and {reserved / 2**30:.2f} GiB for graphs and images are needed, and "
-            f"{max(0, room) / 2**30:.2f} GiB of the device are free for them: raise --gpu-memory-utilization or "
-            "--tensor-parallel-size, lower --max-model-len, or end other processes"
-        )
-
-
-def kv_nbytes_of_token(stock: Any) -> int:
-    """Returns the bytes of a token's keys and values on this rank, by the shapes of projections: the least."""
-    layers = dict(stock.get_decoder().named_modules())
-    sizes = [layer.weight.shape[0] for name, layer in layers.items() if name.endswith((".k_proj", ".v_proj"))]
-    return int(sum(sizes)) * int(stock.dtype.itemsize)
 
 
 def import_family(path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from functools import partial
 from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,7 @@ from penstock.tensor import Handle, Store
 
 if TYPE_CHECKING:  # these import Triton
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
+    from penstock.engine.worker.cuda.step_room import MemoryNeeds
     from penstock.engine.worker.cuda.step_sampler import StepLogits
     from penstock.engine.worker.cuda.steps import CudaSteps
 
@@ -118,11 +120,18 @@ class ModelRunner:
         has_head = pooler is None or pooler.needs_logits
         parts = files.fingerprint.digest, files.weights_identity, dtype, self._ranks.rank, self._ranks.size, has_head
         shared = SharedWeights.open(weight_file, *parts, check=files.require_unchanged)
+        longest, needs = 1, None  # blocks of a request
+        if where.type == "cuda":
+            from penstock.engine.worker.cuda.step_room import MemoryNeeds
+            from penstock.engine.worker.cuda.steps import StepSizes
+
+            longest = max_blocks_per_request or 1
+            state = partial(StepSizes(slots, max_blocks_per_request or 0, token_budget, 1).nbytes, block_size)
+            request_tokens = longest * block_size if blocks is None else 0
+            needs = MemoryNeeds(memory_utilization, token_budget, slots, request_tokens, KEPT_NBYTES, state)
         self._model = model_loader.load(
-            Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, utilization=memory_utilization,
-            request_tokens=(max_blocks_per_request or 1) * block_size if blocks is None else 0,
-            reserved=KEPT_NBYTES if blocks is None else 0,
-        )  # fmt: skip
+            Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, needs=needs
+        )
         files.require_unchanged()
         self.model = files.fingerprint.word
         self.vocabulary: int = self._model.vocab_size
@@ -156,13 +165,7 @@ class ModelRunner:
             self._ranks.least(0)  # no rank measures before all ranks have given their pages back
             has_images = takes_embeds or self._model.image_id is not None
             reserved = KEPT_NBYTES + ((encoder or EncoderOptions()).cache_nbytes if has_images else 0)
-            if where.type == "cuda":
-                from penstock.engine.worker.cuda.steps import StepSizes
-
-                sizes = StepSizes(slots, max_blocks_per_request or 0, token_budget, 1)
-                reserved += sizes.nbytes(block_size, self._model.vocab_size)
-            longest = max_blocks_per_request or 1 if where.type == "cuda" else 1
-            room = self._room(token_budget, slots, memory_utilization, reserved, longest)
+            room = self._room(longest, reserved, needs)
             blocks = room if max_blocks is None else min(room, max_blocks)
         self.blocks = blocks
         self._memory = self._model.memory(self.blocks, block_size, pages)
@@ -260,19 +263,25 @@ class ModelRunner:
             # leaves other ranks waiting, unless all ranks have agreed to fail.
             if self._num_failed > 1 or (self._ranks.size > 1 and not cuda.is_agreed(error)):
                 raise MemoryError(f"{error}; lower --gpu-memory-utilization or --max-num-batched-tokens") from error
-            self._num_failed += 1
-            cuda.state.forget()
-            if self._images is not None:
-                self._images.forget_encodings()
-            torch.cuda.empty_cache()
-            rows = batch.rows[batch.counts[batch.rows] > 0]
-            if step.joined is not None:  # parameters of joined slots may be lost
-                rows = np.union1d(rows, step.joined.slots)
-            event("out of memory", WARNING, requests=rows.size, why=str(error).partition("\n")[0])
-            ids = np.zeros(batch.sampled.size, np.int32)
-            return SamplerOutput(ids, failed=dict.fromkeys(rows.tolist(), FinishReason.ERROR))
-        self._num_failed = 0
-        return pending
+            why = str(error).partition("\n")[0]
+        else:
+            self._num_failed = 0
+            return pending
+        return self._fail_step(batch, step, cuda, why)  # here: the error would hold the tensors of the step
+
+    def _fail_step(self, batch: BatchState, step: Step, cuda: CudaSteps, why: str) -> PendingStep:
+        """Fails the requests of a step that lacked memory, and frees what can be computed again."""
+        self._num_failed += 1
+        cuda.state.forget()
+        if self._images is not None:
+            self._images.forget_encodings()
+        torch.cuda.empty_cache()
+        rows = batch.rows[batch.counts[batch.rows] > 0]
+        if step.joined is not None:  # parameters of joined slots may be lost
+            rows = np.union1d(rows, step.joined.slots)
+        event("out of memory", WARNING, requests=rows.size, why=why)
+        ids = np.zeros(batch.sampled.size, np.int32)
+        return SamplerOutput(ids, failed=dict.fromkeys(rows.tolist(), FinishReason.ERROR))
 
     def _compute_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> PendingStep:
         if not batch.counts[batch.rows].any():  # no row, or all of them wait
@@ -337,12 +346,12 @@ class ModelRunner:
                     self._sampler.leave(slot)
                 if self._images is not None and slot in self._images.by_slot:
                     self._images.leave(slot)
+        if self._sampler is not None:  # before joins, which may lack memory: grammars follow failed steps, too
+            has_grammars = self._grammars.states or (step.joined is not None and step.joined.grammars)
+            self._masks = self._grammars.launch(batch, step) if has_grammars else None
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
                 self._join(slot, batch)
-        if self._sampler is not None:
-            has_grammars = self._grammars.states or (step.joined is not None and step.joined.grammars)
-            self._masks = self._grammars.launch(batch, step) if has_grammars else None
 
     def _join(self, slot: int, batch: BatchState) -> None:
         prompt, generated = batch.prompts[slot], batch.generated[slot]
@@ -394,26 +403,30 @@ class ModelRunner:
         paged = PagedAttention(self._memory, input_batch, self._device)
         return self._model.hidden(paged, ids, positions, embeds, self._runs(input_batch), read), failed
 
-    def _room(self, token_budget: int, slots: int, memory_utilization: float, reserved: int, longest: int) -> int:
+    def _room(self, longest: int, reserved: int, needs: MemoryNeeds | None) -> int:
         """Returns the number of blocks that fit into memory, on the rank with the least memory. `reserved`: bytes of a
         CUDA device that are allocated later, and stay. Raises ValueError for fewer than `longest`."""
-        if self._device.type == "cuda":
-            from penstock.engine.worker.cuda.step_room import step_nbytes
+        hint = ""
+        if needs is not None:
+            from penstock.engine.worker.cuda.step_room import STEPS, require_step
 
-            # Twice a step: graphs keep the memory of the largest recorded step.
-            step = 2 * step_nbytes(self._model, token_budget, slots)
+            step = require_step(self._model, needs.step_tokens, needs.slots)
             torch.cuda.empty_cache()
             unused, total = torch.cuda.mem_get_info(self._device)
-            free = memory_utilization * total - (total - unused) - step - reserved
+            reserved += STEPS * step + needs.state_nbytes(self._model.vocab_size)
+            free = needs.utilization * total - (total - unused) - reserved
+            hint = (
+                f" ({step / 2**20:.1f} MiB are for a step of {needs.step_tokens} tokens): raise "
+                "--gpu-memory-utilization or lower --max-model-len, --max-num-batched-tokens or --max-num-seqs"
+            )
         else:
             free = CPU_SHARE * memory_available()[0] / self._ranks.size
         each = KVCache.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
         blocks = self._ranks.least(int(free // each))
         if blocks < longest:
-            hint = "; raise --gpu-memory-utilization or lower --max-num-batched-tokens or --max-model-len"
             raise ValueError(
                 f"no room for keys and values of one request: {free / 2**20:.1f} MiB left, and {longest} blocks of "
-                f"{each} bytes are needed{hint if self._device.type == 'cuda' else ''}"
+                f"{each} bytes are needed{hint}"
             )
         return blocks
 

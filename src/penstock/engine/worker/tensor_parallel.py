@@ -66,6 +66,7 @@ class TPGroup:
         self.rank = rank
         self.size = size
         self.summed: WeakSet[nn.Module] = WeakSet()  # modules with results that all ranks add up
+        self.gathered: WeakSet[nn.Module] = WeakSet()  # modules of which each rank has some columns of the result
         self.memory: _native.RankMemory | None = None  # that all ranks of a machine share
         self._pidfds: list[int] = []
         self._is_alone = False
@@ -141,18 +142,18 @@ class TPGroup:
             return tensor
         return self._in_place(tensor, torch.distributed.all_reduce)
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Returns the tensors of all ranks, concatenated in the last dimension."""
-        if self.size == 1:
-            return tensor
-        if self._is_alone:
-            return torch.cat([tensor.contiguous() for _ in range(self.size)], dim=-1)
+    def gather(self, tensor: Tensor, width: int, out: Tensor | None = None) -> Tensor:
+        """Returns the first `width` columns of the tensors of all ranks, concatenated in the last dimension. `out`:
+        memory for the result, if the caller has some."""
         own = tensor.cpu() if self._uses_host else tensor.contiguous()
         if self.memory is not None:
-            return gather_in_memory(self.memory, own, self.size).flatten(-2)
-        parts = [torch.empty_like(own) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, own)
-        return torch.cat(parts, dim=-1).to(tensor.device)
+            return gather_in_memory(self.memory, own, self.size).flatten(-2)[..., :width]
+        parts = own.new_empty((self.size * own.shape[0], *own.shape[1:]))
+        if not self._is_alone:
+            torch.distributed.all_gather_into_tensor(parts, own)
+        firsts = range(0, self.size * own.shape[-1], own.shape[-1])
+        by_rank = zip(parts.to(tensor.device).chunk(self.size), firsts, strict=True)
+        return torch.cat([part[..., : max(0, width - first)] for part, first in by_rank], dim=-1, out=out)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copies the tensor of rank `source` to all ranks, in place."""
@@ -316,7 +317,8 @@ def _colwise_gather_output(cut: _Sharding, name: str) -> None:
     module: Any = cut.modules[name]
     whole = module.out_features
     _colwise(cut, name)
-    cut.after(name, lambda outcome: cut.ranks.gather(outcome)[..., :whole])
+    cut.ranks.gathered.add(module)
+    cut.after(name, lambda outcome: cut.ranks.gather(outcome, whole))
 
 
 def _rowwise(cut: _Sharding, name: str) -> None:

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 
 from penstock.engine.worker.cuda.graphs import CudaGraphs, InvalidatedCapture  # noqa: E402
 from penstock.engine.worker.input_batch import moved  # noqa: E402
-from tests.support.cuda_double import CUDA, CudaDouble  # noqa: E402
+from tests.support.cuda_double import CUDA, POISON, CudaDouble  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
 
@@ -91,6 +91,18 @@ def test_tensors_of_two_devices_do_not_mix(double: CudaDouble, numbers: torch.Te
     assert (numbers + torch.tensor(1.0)).device == CUDA  # a number may come from the host
 
 
+def test_double_leaves_torch_as_it_was() -> None:
+    """Also where an operation is decomposed within: a later double of the process finds torch's own functions."""
+    before = torch.cuda.is_available, torch.cuda.set_device, torch.tensor
+    double = CudaDouble()
+    for _ in range(2):
+        with double, torch.inference_mode():
+            stream = torch.cuda.default_stream()
+            assert torch.ones(2, 3, device="cuda").reshape(6).tolist() == [1] * 6
+            assert torch.cuda.default_stream() is stream and torch.cuda.is_available is not before[0]
+        assert (torch.cuda.is_available, torch.cuda.set_device, torch.tensor) == before
+
+
 def test_pinned_memory_that_is_written_before_its_copy_is_done(double: CudaDouble) -> None:
     ring = torch.zeros(4).pin_memory()
     event = torch.cuda.Event()
@@ -139,6 +151,13 @@ def test_memory_is_held_as_long_as_its_tensors_live(double: CudaDouble) -> None:
     assert total - free == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_memory_that_is_not_written_holds_poison(dtype: torch.dtype, double: CudaDouble) -> None:
+    memory = [torch.empty(3, dtype=dtype, device="cuda")]
+    memory += [memory[0].new_empty(3), torch.empty_like(memory[0])]
+    assert {int(value) for tensor in memory for value in tensor.view(torch.uint8).tolist()} == {POISON}
+
+
 def test_an_allocation_fails_where_it_should(double: CudaDouble) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         torch.zeros(1 << 29, device="cuda")
@@ -162,6 +181,42 @@ def test_replay_computes_with_the_numbers_of_its_time(double: CudaDouble, number
     other()
     assert result.tolist() != [8, 8, 8, 8], "a result is valid until the next replay"
     assert replay().tolist() == [8, 8, 8, 8]
+
+
+def test_memory_for_a_result_that_is_read_before_it_is_written(double: CudaDouble, numbers: torch.Tensor) -> None:
+    """Planted: a replay reads what the replay before it has written."""
+    shared = torch.zeros(4, device="cuda")
+
+    def plant() -> torch.Tensor:
+        return shared[1:3] + 1
+
+    def compute() -> torch.Tensor:
+        stale = plant()
+        torch.mul(numbers[:2], 2, out=shared[2:])
+        return torch.cat((stale, shared[2:]))
+
+    replay = CudaGraphs().record(compute)
+    shared.fill_(1)
+    with double.watched() as report:
+        result = replay()
+    (fault,) = report.faults
+    assert "before it is written" in fault.what
+    assert fault.line == f"test_cuda_double.py:{inspect.getsourcelines(plant)[1] + 1}"
+    assert result[0] == 2 and result[1] not in (1, 2), "poison, where the graph writes later"
+    assert result[2:].tolist() == [0, 2]
+
+
+def test_memory_that_is_overwritten_first_may_be_read(double: CudaDouble, numbers: torch.Tensor) -> None:
+    shared = torch.zeros(4, device="cuda")
+
+    def compute() -> torch.Tensor:
+        total = shared.zero_().sum()
+        return torch.mul(numbers, total + 2, out=shared).sum()
+
+    replay = CudaGraphs().record(compute)
+    with double.watched() as report:
+        results = [replay().item() for _ in range(2)]
+    assert results == [12, 12] and {fault.what for fault in report.faults} == {"waits: _local_scalar_dense"}
 
 
 def test_memory_of_a_graph_is_kept(double: CudaDouble, numbers: torch.Tensor) -> None:

@@ -26,7 +26,7 @@ from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.cuda.attention import CudaAttention, RowTensors
 from penstock.engine.worker.cuda.graphs import InvalidatedCapture
 from penstock.engine.worker.cuda.state import DeviceState
-from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, StepInput, graph_sizes
+from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, StepInput, graph_sizes, round_up
 from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler
 from penstock.engine.worker.input_batch import pinned
 from penstock.engine.worker.model import LoadedModel
@@ -165,7 +165,8 @@ class DecodeSteps:
         self._axes = num_position_axes
         self._slots = slots = state.rows.shape[0]
         self.graphs = Recordings(model, recorder, [*(rows for rows in padded_rows(slots) if rows < slots), slots])
-        self._numbers = torch.zeros((3 + num_position_axes, slots), dtype=torch.int32, device=model.device)
+        # Each line at an address of 16 bytes: kernels are compiled for that.
+        self._numbers = torch.zeros((3 + num_position_axes, round_up(slots)), dtype=torch.int32, device=model.device)
 
     @torch.inference_mode()
     def prepare(self) -> None:

@@ -1,4 +1,5 @@
-"""The memory that a step without a graph allocates, measured when the model is loaded.
+"""The memory of steps: a lower bound before weights are read, and what a step without a graph allocates, measured when
+the model is loaded.
 
 Several ranks agree before such a step whether each has the memory. Asking for that of the largest step would fail small
 steps for which there is room, so the sizes below are measured, too, each half of the next.
@@ -7,6 +8,7 @@ steps for which there is room, so the sizes below are measured, too, each half o
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,11 +17,87 @@ from penstock.engine.worker.model import LoadedModel
 from penstock.engine.worker.paged_attention import Probe
 from penstock.engine.worker.prompt_logprobs import MAX_ROWS
 from penstock.engine.worker.sampler import TopLogprobs
+from penstock.engine.worker.tensor_parallel import TPGroup
 
+STEPS = 2  # that have memory at a time: graphs keep the memory of the largest recorded step
 LEAST_TOKENS = 16  # of a measured size
 INPUT_NBYTES = 64  # of the input of a step, for each token and each slot
 EMBEDS = 4  # copies of the embeddings of a token, while images are put in their places
+WIDE = (".q_proj", ".o_proj", ".up_proj")  # layers of a decoder
 ID_NBYTES = 40  # of one of the likeliest ids of a row, in all temporaries
+
+
+class MemoryNeeds(NamedTuple):
+    """What a device has to have room for, beside weights."""
+
+    utilization: float  # of the device's memory
+    step_tokens: int  # of the largest step
+    slots: int
+    request_tokens: int  # with keys and values; 0: the number of blocks is chosen
+    reserved: int  # bytes
+    state_nbytes: Callable[[int], int]  # of what is kept by slot, for the size of a vocabulary
+
+    def require(self, stock: Any, ranks: TPGroup, device: torch.device) -> None:
+        """Raises ValueError on all ranks if a device has no room for the weights, which have not been read, one request
+        and the largest step."""
+        parts = {"of weights": sum(parameter.nbytes for parameter in stock.parameters())}
+        step = least_step_nbytes(stock, self.step_tokens, self.slots)
+        if self.request_tokens:
+            request = self.request_tokens * kv_nbytes_of_token(stock)
+            vocabulary = stock.config.get_text_config().vocab_size
+            parts[f"for keys and values of {self.request_tokens} tokens"] = request
+            parts[f"for the state of {self.slots} slots"] = self.state_nbytes(vocabulary)
+            parts["for graphs and images"] = self.reserved + (STEPS - 1) * step
+        parts[f"at least for a step of {self.step_tokens} tokens"] = step
+        unused, total = torch.cuda.mem_get_info(device)
+        room = self.utilization * total - (total - unused)
+        if not ranks.least(int(sum(parts.values()) < room)):
+            sizes = ", ".join(f"{nbytes / 2**30:.2f} GiB {purpose}" for purpose, nbytes in parts.items())
+            raise ValueError(
+                f"no room for one request: {sizes} are needed, and {max(0, room) / 2**30:.2f} GiB of the device are "
+                "free for them: raise --gpu-memory-utilization or --tensor-parallel-size, lower --max-model-len, "
+                "--max-num-batched-tokens or --max-num-seqs, or end other processes"
+            )
+
+
+def kv_nbytes_of_token(stock: Any) -> int:
+    """Returns the bytes of a token's keys and values on this rank, by the shapes of projections: the least."""
+    layers = dict(stock.get_decoder().named_modules())
+    sizes = [layer.weight.shape[0] for name, layer in layers.items() if name.endswith((".k_proj", ".v_proj"))]
+    return int(sum(sizes)) * int(stock.dtype.itemsize)
+
+
+def least_step_nbytes(stock: Any, tokens: int, slots: int) -> int:
+    """Returns a lower bound of `step_nbytes`, by shapes: input and output of the widest layer that computes all tokens,
+    or logits in float32 and their log-probabilities."""
+    layers = dict(stock.get_decoder().named_modules())
+    names = [name for name in layers if name.endswith(WIDE) and ".experts." not in name]
+    widest = max((sum(layers[name].weight.shape) for name in names), default=0)
+    logits = 2 * 4 * sampled_rows(tokens, slots) * stock.config.get_text_config().vocab_size
+    return max(tokens * int(widest) * int(stock.dtype.itemsize), int(logits))
+
+
+def sampled_rows(tokens: int, slots: int) -> int:
+    """Returns the most rows of a step of which logits are computed at a time."""
+    return min(tokens, max(slots, MAX_ROWS))
+
+
+def require_step(model: LoadedModel, tokens: int, slots: int) -> int:
+    """Returns `step_nbytes`. Raises ValueError on all ranks if one of them has no memory for the step."""
+    nbytes, why = 0, "another rank has none"
+    try:
+        with model.ranks.alone():  # a rank that ran out of memory would leave the other ranks waiting
+            nbytes = step_nbytes(model, tokens, slots)
+    except torch.OutOfMemoryError as error:
+        why = str(error).partition("\n")[0]
+    if not model.ranks.least(nbytes):
+        raise ValueError(
+            f"no room for one request: a step of {tokens} tokens has no memory beside the weights ({why}): lower "
+            "--max-num-batched-tokens or --max-num-seqs, raise --tensor-parallel-size, or end other processes"
+        )
+    if model.ranks.size > 1:  # libraries allocate memory at the first operation of all ranks
+        nbytes = max(nbytes, step_nbytes(model, tokens, slots))
+    return nbytes
 
 
 class StepRoom:
@@ -60,7 +138,7 @@ def step_nbytes(model: LoadedModel, tokens: int, slots: int) -> int:
 
     def compute() -> None:
         ids = torch.zeros(tokens, dtype=torch.int64, device=model.device)
-        logits = model.logits(model.hidden(Probe(), ids, ids)[: max(slots, MAX_ROWS)])
+        logits = model.logits(model.hidden(Probe(), ids, ids)[: sampled_rows(tokens, slots)])
         torch.log_softmax(logits.float(), dim=-1)
 
     return peak_nbytes(model.device, compute)

@@ -5,6 +5,7 @@ Each family answers as `transformers` does, with graphs and without, and no step
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,7 +54,7 @@ from penstock.tensor import Handle, Store  # noqa: E402
 from penstock.tensor.cuda import CudaPool, CudaTensors, DeviceScope  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.conftest import eventually  # noqa: E402
-from tests.support.cuda_double import CudaDouble, Fault, Report  # noqa: E402
+from tests.support.cuda_double import CudaDouble, Fault, Report, numbers_of  # noqa: E402
 from tests.support.ranks import Work, ranks_must_answer, run_ranks  # noqa: E402
 from tests.unit.engine.worker.test_long_answers import random_requests  # noqa: E402
 from tests.unit.engine.worker.test_odd_shapes import MODELS, odd  # noqa: E402
@@ -174,24 +175,43 @@ def test_random_text_without_graphs_is_answered_as_on_the_cpu(
     assert not runner.faults()
 
 
+def variant(kernel: Any, *arguments: Any, **options: Any) -> tuple[Any, ...]:
+    """Returns what Triton compiles a kernel for."""
+    names, parameters = dict(zip(kernel.arg_names, arguments)) | options, inspect.signature(kernel.fn).parameters
+    key = []
+    for name, value in names.items():
+        if isinstance(value, torch.Tensor):
+            key.append((name, value.dtype, value.data_ptr() % 16 == 0))
+        elif name not in parameters or "constexpr" in str(parameters[name].annotation):
+            key.append((name, value))
+        elif isinstance(value, int) and name not in (kernel.kwargs["do_not_specialize"] or ()):
+            key.append((name, value == 1, value % 16 == 0))
+    return kernel, *key
+
+
+@pytest.mark.parametrize("slots", [4, 6])
 @pytest.mark.parametrize("has_graphs", [False, True])
 def test_each_kernel_is_compiled_before_the_first_request(
     has_graphs: bool,
+    slots: int,
     family: BuildFamily,
     on_double: NewDouble,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """For each alignment of addresses and number that is a constant of the kernel."""
     launch, launched = CudaDouble.launch_kernel, set[Any]()
 
-    def note(double: CudaDouble, kernel: Any, *arguments: Any, **options: Any) -> None:
-        launched.add(kernel)
-        launch(double, kernel, *arguments, **options)
+    def note(double: CudaDouble, kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+        launched.add(variant(kernel, *numbers_of(arguments), **options))
+        launch(double, kernel, grid, *arguments, **options)
 
     monkeypatch.setattr(CudaDouble, "launch_kernel", note)
     of = family("qwen3")
-    runner = on_double(of, has_graphs=has_graphs)
+    runner = on_double(of, has_graphs=has_graphs, slots=slots, blocks=64)
     compiled = set(launched)
-    runner.ask(of.requests[4:6])
+    assert len(compiled) > len({kernel for kernel, *_ in compiled}) > 8
+    few = [request._replace(prompt=request.prompt[:2], tokens=12) for request in of.requests[:7]]
+    runner.ask([*few, of.requests[4]], slots=slots)
     assert launched == compiled
 
 
@@ -543,22 +563,69 @@ class Tapes(CudaGraphs):
         return self.replays[-1]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+class AlikeRanks(TPGroup):
+    """The first of two ranks. Tensors of the second rank have the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size = 2
+
+    def least_of_each(self, numbers: list[int]) -> list[int]:
+        return numbers
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        return tensor
+
+
+@pytest.fixture
+def alike_ranks(monkeypatch: pytest.MonkeyPatch) -> AlikeRanks:
+    def all_gather(out: torch.Tensor, own: torch.Tensor) -> None:
+        out.view(2, *own.shape).copy_(own)
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", all_gather)
+    return AlikeRanks()
+
+
+def test_logits_of_ranks_are_copied_once_behind_the_collective(
+    family: BuildFamily, on_double: NewDouble, alike_ranks: AlikeRanks
+) -> None:
+    """From what the ranks have gathered to the memory that the sampler reads. The last columns are padding."""
+    runner = on_double(family("llama", vocab_size=123), ranks=alike_ranks, has_graphs=False)
+    model = runner.runner._model
+    assert model.stock.get_output_embeddings().weight.shape[0] == 64
+    with runner.double, torch.inference_mode():
+        hidden = torch.randn(3, model.stock.config.hidden_size).pin_memory().to("cuda", non_blocking=True)
+        out = torch.empty(3, 123, device="cuda")
+        with runner.double.watched() as report:
+            logits = model.logits(hidden, out)
+        part = (hidden @ model.stock.get_output_embeddings().weight.t()).tolist()
+        assert logits.data_ptr() == out.data_ptr()
+        assert out.tolist() == [[*row, *row[:59]] for row in part]
+    counts = report.counts()
+    assert counts["launches"] == 3, "a product, the collective and a copy"
+    assert counts["allocations"] == 2, "of the product and of the collective"
+
+
+@pytest.mark.parametrize(("name", "is_alone"), [("llama", True), ("gemma2", True), ("llama", False)])
 def test_graphs_write_the_memory_of_one_result_without_a_copy(
-    name: str, family: BuildFamily, on_double: NewDouble
+    name: str, is_alone: bool, family: BuildFamily, on_double: NewDouble, alike_ranks: AlikeRanks
 ) -> None:
     """Logits of its own would be kept for each graph. Gemma 2 has a softcap behind its head."""
     with CudaDouble():
         recorder = Tapes()
     of = family(name)
-    runner = on_double(of, recorder=recorder, slots=5)
+    runner = on_double(of, recorder=recorder, slots=5, ranks=None if is_alone else alike_ranks)
     with runner.double:
         results = [replay() for replay in recorder.replays]
     assert [len(graphs) for graphs in runner.graphs] == [4, 1] and len(results) == 5
     assert {result.data_ptr() for result in results} == {results[0].data_ptr()}
     copied = [each.args[0] for each in recorder.operations if "copy_" in str(each.func)]
     assert recorder.operations and results[0].data_ptr() not in [tensor.data_ptr() for tensor in copied]
-    assert runner.ask(of.requests[:4]).answers == of.answers[:4]
+    if is_alone:
+        assert runner.ask(of.requests[:4]).answers == of.answers[:4]
 
 
 def test_all_sizes_are_recorded_before_the_first_request(family: BuildFamily, on_double: NewDouble) -> None:

@@ -11,14 +11,18 @@ import pytest
 from tests.support.models import BuildFamily, ask, device
 
 # isort: split
+import torch
+
 from tests.support.interpreter import require_interpreter
 
 require_interpreter()
 
-from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
+from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step  # noqa: E402
 from penstock.engine.worker import weight_loader  # noqa: E402
+from penstock.engine.worker.cuda.step_room import kv_nbytes_of_token, least_step_nbytes, require_step, step_nbytes  # noqa: E402
+from penstock.engine.worker.cuda.steps import CudaSteps  # noqa: E402
 from penstock.engine.worker.encoding_exchange import EncoderOptions  # noqa: E402
-from penstock.engine.worker.model_loader import kv_nbytes_of_token  # noqa: E402
+from penstock.engine.worker.grammars import Grammars  # noqa: E402
 from penstock.engine.worker.paged_attention import KVCache  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.cuda_double import CudaDouble  # noqa: E402
@@ -73,8 +77,78 @@ def test_request_without_room_is_refused_before_weights_are_read(
     assert kv_nbytes_of_token(model.stock) == KVCache.nbytes_of_block(model.shapes, 1, model.dtype)
     monkeypatch.setattr(weight_loader, "load", lambda *_: pytest.fail("weights are read"))
     monkeypatch.setattr("penstock.engine.worker.model_runner.KEPT_NBYTES", 1 << 20)
-    with pytest.raises(ValueError, match=r"no room for one request: .* of 160000000 tokens .* --max-model-len"):
+    with pytest.raises(ValueError, match=r"no room for one request: .* of 160000000 tokens, .* --max-model-len"):
         OnDouble(of, monkeypatch, blocks=None, max_blocks_per_request=10_000_000, block_size=16)
+
+
+def test_largest_step_without_room_is_refused_before_weights_are_read(
+    family: BuildFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_loader, "load", lambda *_: pytest.fail("weights are read"))
+    monkeypatch.setattr("penstock.engine.worker.model_runner.KEPT_NBYTES", 1 << 20)
+    options = {"blocks": None, "max_blocks_per_request": 4, "token_budget": 1 << 20}
+    text = r"no room for one request: .* for a step of 1048576 tokens are .*--gpu-memory-utilization.* --max-model-len"
+    with pytest.raises(ValueError, match=text):
+        OnDouble(family("llama"), monkeypatch, **options)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_vl", "qwen3_moe"])
+@pytest.mark.parametrize("tokens", [16, 500])
+def test_least_bytes_of_a_step_are_no_more_than_it_has(
+    name: str, tokens: int, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = OnDouble(family(name), monkeypatch, has_graphs=False)
+    with runner.double:
+        measured = step_nbytes(runner.runner._model, tokens, 4)
+    assert measured / 8 < least_step_nbytes(runner.runner._model.stock, tokens, 4) <= measured
+
+
+def test_step_that_runs_out_of_memory_as_it_is_measured_is_refused(
+    family: BuildFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = OnDouble(family("llama"), monkeypatch, has_graphs=False)
+    model, text = runner.runner._model, "no room for one request: a step of 16 tokens .* lower --max-num-batched-tokens"
+    with runner.double:
+        assert require_step(model, 16, 4) == step_nbytes(model, 16, 4)
+        monkeypatch.setattr(model.ranks, "least", lambda _: 0)
+        with pytest.raises(ValueError, match=text.replace("tokens .*", "tokens .*another rank.*")):
+            require_step(model, 16, 4)
+        monkeypatch.undo()
+        runner.double.total_nbytes = runner.double.held_nbytes + 512
+        with pytest.raises(ValueError, match=text.replace("tokens .*", "tokens .*Tried to allocate.*")):
+            require_step(model, 16, 4)
+
+
+def test_failed_step_lets_go_of_its_tensors_before_memory_is_returned(
+    family: BuildFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the device would get nothing back: an error holds the tensors of all its frames."""
+    of = family("llama", num_hidden_layers=1)
+    runner = OnDouble(of, monkeypatch, has_graphs=False, blocks=64)
+    double = runner.double
+    request = of.requests[1]._replace(tokens=2)
+    assert not runner.ask([request]).failed
+    held = double.held_nbytes
+    for place in failures(double, range(4, 40, 12)):
+        double.held_when_emptied.clear()
+        assert runner.ask([request]).failed, place
+        assert set(double.held_when_emptied) == {held}, place
+
+
+def test_grammars_follow_a_step_with_a_join_that_fails(family: BuildFamily, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a slot that leaves in this step would keep its grammar for the next request."""
+    of, followed = family("llama", num_hidden_layers=1), list[Step]()
+    runner = OnDouble(of, monkeypatch, has_graphs=False, blocks=64)
+
+    def join(*_: object) -> None:
+        raise torch.OutOfMemoryError("no table of penalties")
+
+    monkeypatch.setattr(CudaSteps, "join", join)
+    monkeypatch.setattr(Grammars, "launch", lambda grammars, batch, step: followed.append(step))
+    states: Any = runner.runner._grammars.states
+    states[7] = "a grammar"
+    assert runner.ask(of.requests[1:2]).failed
+    assert [step.joined is not None for step in followed[:1]] == [True]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
