@@ -154,3 +154,25 @@ def check_attention(case: Case) -> None:
     plain = error(scene.expected(case.dtype), expected, case.dtype)
     assert own <= LIMITS[case.dtype], (case, own, plain)
     assert own <= max(BESIDE_PLAIN * plain, LIMITS[case.dtype] / 4), (case, own, plain)
+
+
+def check_far_cache() -> None:
+    """Raises an error where the kernels compute places of a cache of more than 2^31 numbers in 32 bits. Keys and values
+    lie in one memory, of which few pages are touched."""
+    case = Case(dtype=torch.float16, rows=(70, 3), chunks=((40, 20),))
+    scene = Scene(case)
+    expected = scene.attend()
+    keys, values = scene.memory.layers[0]
+    size, width = keys.shape[0], keys.stride(0)
+    far = -(-(1 << 31) // width // case.block_size) * case.block_size  # rows in front
+    memory = torch.from_numpy(np.zeros(((far + 2 * size) * width,), np.float16)).view(-1, *keys.shape[1:])
+    scene.memory.layers[0] = memory, memory[size:]
+    memory[far : far + size], memory[far + size :] = keys, values
+    scene.table += far // case.block_size
+    assert torch.equal(scene.attend(), expected)
+    key, value = torch.randn(2, 1, *keys.shape[1:]).to(case.dtype)
+    with multiprocessors(1):
+        places = torch.tensor([far + size - 1], dtype=torch.int32)
+        kernels = CudaAttention(scene.memory, scene.table, places, None, None)
+    kernels.attend(0, scene.query[:1], key, value, scene.how)
+    assert torch.equal(memory[far + size - 1], key[0]) and torch.equal(memory[far + 2 * size - 1], value[0])

@@ -258,7 +258,11 @@ class ModelRunner:
         try:
             self._follow(batch, step)
             pending = self._compute_on_cuda(batch, cuda)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            from penstock.engine.worker.cuda.step_room import is_out_of_memory
+
+            if not is_out_of_memory(error):
+                raise
             # The step after a failed one is on its way, and has the failed requests. A rank that fails within a step
             # leaves other ranks waiting, unless all ranks have agreed to fail.
             if self._num_failed > 1 or (self._ranks.size > 1 and not cuda.is_agreed(error)):

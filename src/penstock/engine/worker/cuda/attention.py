@@ -50,7 +50,7 @@ class ChunkTensors(NamedTuple):
     slots: Tensor
     lengths: Tensor
     starts: Tensor
-    items: Tensor  # [4, items]: chunk, begin, end, first query; without a window
+    items: Tensor  # [4, items]: chunk, begin, end, first query; a window cuts the begin
 
 
 class RowPlan(NamedTuple):

@@ -249,6 +249,8 @@ def attend(
         is_query = (m < M // GROUPS * GROUPS) & (query < num_tokens)
         first_position = length - num_tokens + first_query
         position = length - num_tokens + query
+        if WINDOW:  # no query of the item attends to earlier tiles
+            begin = tl.maximum(first_position + 1 - WINDOW, begin) // TILE * TILE
     d0, e0 = tl.arange(0, K0), tl.arange(0, V0)
     query_at = queries + token[:, None] * query_stride + head[:, None] * K
     query0 = tl.load(query_at + d0[None, :], is_query[:, None] & (d0 < K)[None, :], 0.0)

@@ -27,6 +27,7 @@ from penstock.engine.worker.cuda.attention import CudaAttention, RowTensors
 from penstock.engine.worker.cuda.graphs import InvalidatedCapture
 from penstock.engine.worker.cuda.state import DeviceState
 from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, StepInput, graph_sizes, round_up
+from penstock.engine.worker.cuda.step_room import is_out_of_memory
 from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler
 from penstock.engine.worker.input_batch import pinned
 from penstock.engine.worker.model import LoadedModel
@@ -137,8 +138,7 @@ class Attempt:
         if isinstance(error, InvalidatedCapture):
             self.state, self.why = INVALIDATED, str(error)
             return True
-        lacks_memory = torch.OutOfMemoryError in (type(cause), type(error)) or "out of memory" in str(cause)
-        self.state = NO_MEMORY if lacks_memory else REFUSED
+        self.state = NO_MEMORY if is_out_of_memory(cause) or is_out_of_memory(error) else REFUSED
         self.why = f"{type(cause).__name__}: {cause}".partition("\n")[0]
         return True
 

@@ -23,6 +23,7 @@ STEPS = 2  # that have memory at a time: graphs keep the memory of the largest r
 LEAST_TOKENS = 16  # of a measured size
 INPUT_NBYTES = 64  # of the input of a step, for each token and each slot
 EMBEDS = 4  # copies of the embeddings of a token, while images are put in their places
+LACKING = ("out of memory", "ALLOC_FAILED")  # in errors of CUDA, Triton, NCCL and cuBLAS
 WIDE = (".q_proj", ".o_proj", ".up_proj")  # layers of a decoder
 ID_NBYTES = 40  # of one of the likeliest ids of a row, in all temporaries
 
@@ -122,6 +123,11 @@ class StepRoom:
         embeds = tokens * self._embeds_nbytes if has_embeds else 0
         scores = 0 if likeliest is None else self._scores_nbytes + MAX_ROWS * ID_NBYTES * likeliest
         return step + embeds + scores + INPUT_NBYTES * (tokens + self._slots)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation of the device has failed: libraries and the driver raise other errors than torch."""
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in LACKING)
 
 
 def peak_nbytes(device: torch.device, compute: Callable[[], object]) -> int:

@@ -154,7 +154,7 @@ class CudaSteps:
         return result, hidden
 
     @staticmethod
-    def is_agreed(error: torch.OutOfMemoryError) -> bool:
+    def is_agreed(error: Exception) -> bool:
         """Returns whether all ranks have this error in this step."""
         return isinstance(error, AgreedShortage)
 

@@ -16,7 +16,7 @@ require_interpreter()
 from penstock.engine.worker.cuda.attention import HeadSplit, chunk_items, plan_rows  # noqa: E402
 from penstock.engine.worker.input_batch import PrefillChunk  # noqa: E402
 from tests import tiers  # noqa: E402
-from tests.support.attention_cases import Case, cases, check_attention  # noqa: E402
+from tests.support.attention_cases import LIMITS, Case, Scene, cases, check_attention, check_far_cache, error  # noqa: E402
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = [case for dtype in TYPES for case in cases(dtype)]
@@ -31,6 +31,23 @@ def test_rows_and_chunks_attend_as_in_float64(case: Case) -> None:
 @pytest.mark.parametrize("style", ["plain", "all"])
 def test_row_of_25_parts_is_merged(style: str) -> None:
     check_attention(Case(style=style, rows=(801, 1), chunks=((3, 2),)))
+
+
+def test_cache_may_have_more_than_2_31_numbers() -> None:
+    check_far_cache()
+
+
+@pytest.mark.parametrize("dtype", TYPES[1:], ids=str)
+def test_chunk_does_not_read_tiles_before_its_window(dtype: torch.dtype) -> None:
+    """There is NaN: a weight of 0 would not hide them."""
+    scene = Scene(Case(style="window", dtype=dtype, block_size=64, rows=(1,), chunks=((300, 9), (230, 30))))
+    expected = scene.expected(torch.float64)
+    for slot, (length, count) in zip(scene.slots[1:], scene.case.chunks, strict=True):
+        end = (length - count + 1 - (scene.how.window or 0)) // 64 * 64
+        assert end > 0
+        for cache in scene.memory.layers[0]:
+            cache[scene.places(slot, end)] = torch.nan
+    assert error(scene.attend(), expected, dtype) <= LIMITS[dtype]
 
 
 def test_head_size_is_split_into_two_powers_of_two() -> None:

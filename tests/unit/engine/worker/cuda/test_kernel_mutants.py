@@ -24,7 +24,7 @@ import triton.language as tl  # noqa: E402
 from triton.runtime.errors import InterpreterError  # noqa: E402
 
 from penstock.engine.worker.cuda import attention, decoder, kernels, state, step_graphs  # noqa: E402
-from tests.support.attention_cases import Case, check_attention  # noqa: E402
+from tests.support.attention_cases import Case, check_attention, check_far_cache  # noqa: E402
 from tests.support.device_state_cases import check_long_write, check_state  # noqa: E402
 from tests.support.layer_cases import check_gate, check_norm, check_rotation, check_write  # noqa: E402
 
@@ -58,6 +58,13 @@ MUTANTS: dict[str, tuple[Callable[[], None], str, str]] = {
         "tl.minimum(first_position + 17, end)",
     ),
     "window + 1": (check_all_attention, "> position[:, None] - WINDOW)", ">= position[:, None] - WINDOW)"),
+    "window begins late": (check_all_attention, "first_position + 1 - WINDOW", "first_position + 17 - WINDOW"),
+    "place of 32 bits": (check_far_cache, "return blocks.to(tl.int64)", "return blocks"),
+    "write to a place of 32 bits": (
+        check_far_cache,
+        "place = tl.load(places + token).to(tl.int64)",
+        "place = tl.load(places + token)",
+    ),
     "sinks in each part": (
         check_all_attention,
         "is_first = begin == tl.load(items + 4 * num_items + item)",
@@ -165,7 +172,7 @@ def test_planted_fault_is_found(name: str, plant: Callable[[str, str], None]) ->
         check()
 
 
-@pytest.mark.parametrize("check", [check_all_attention, check_layers, check_states])
+@pytest.mark.parametrize("check", [check_all_attention, check_far_cache, check_layers, check_states])
 def test_kernels_without_a_fault_pass(check: Callable[[], None], plant: Callable[[str, str], None]) -> None:
     plant("LOG2E", "LOG2E")
     check()

@@ -135,6 +135,32 @@ def test_failed_step_lets_go_of_its_tensors_before_memory_is_returned(
         assert set(double.held_when_emptied) == {held}, place
 
 
+@pytest.mark.parametrize(
+    "text", ["Triton Error [CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "invalid argument"]
+)
+def test_want_of_memory_of_a_library_fails_the_requests_of_a_step(
+    text: str, family: BuildFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises an error of its own for its allocator alone. Any other error ends the worker."""
+    of = family("llama", num_hidden_layers=1)
+    runner, launch, calls = OnDouble(of, monkeypatch, has_graphs=False, blocks=64), CudaDouble.launch_kernel, [0]
+    request = of.requests[1]._replace(tokens=2)
+
+    def fail_once(*arguments: Any, **options: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 5:
+            raise RuntimeError(text)
+        launch(*arguments, **options)
+
+    monkeypatch.setattr(CudaDouble, "launch_kernel", fail_once)
+    if "invalid" in text:
+        with pytest.raises(RuntimeError, match=text):
+            runner.ask([request])
+        return
+    assert runner.ask([request]).failed
+    assert runner.ask([request]).answers == [of.answers[1][:2]]
+
+
 def test_grammars_follow_a_step_with_a_join_that_fails(family: BuildFamily, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a slot that leaves in this step would keep its grammar for the next request."""
     of, followed = family("llama", num_hidden_layers=1), list[Step]()

@@ -127,7 +127,14 @@ def test_step_runs_by_the_next_larger_graph_or_without(double: CudaDouble) -> No
     assert [recordings.padded(size) for size in (1, 2, 4, 5)] == [1, 4, 4, None]
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), RuntimeError("CUDA error: out of memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("no room"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
 def test_want_of_memory_of_any_library_leaves_a_size_out(error: Exception) -> None:
     attempt = Attempt()
     with attempt:
