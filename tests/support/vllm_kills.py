@@ -1,6 +1,7 @@
 """Campaigns of kills in the interpreter that has vLLM, on a worker without a model: scripts/vllm-kills.
 
 python -m tests.support.vllm_kills executor|server [--kills N] [--workers N] [--forks N] [--seconds S] [--seed N]
+        [--scene TEXT]
 """
 
 from __future__ import annotations

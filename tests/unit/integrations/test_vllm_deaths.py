@@ -1,5 +1,6 @@
 """The board of deaths, and the wait for a death of a worker, while vLLM's engine waits for no reply."""
 
+import asyncio
 import multiprocessing
 import os
 import subprocess
@@ -12,9 +13,10 @@ import pytest
 
 from penstock import EndGroup, Ring
 from penstock.environment import VLLM_DEATHS
-from penstock.errors import DeathCause, EndOfChannel, PeerDied
+from penstock.errors import DeathCause, EndOfChannel
 from penstock.integrations.vllm import deaths
 from tests.conftest import spawn
+from tests.support.loops import in_a_loop
 
 
 def descriptor_of(board: str) -> int:
@@ -241,36 +243,32 @@ def test_process_that_another_thread_reaps_is_noted_with_its_exit_code() -> None
     os.close(read)
 
 
-def run_for_ever(parts: Ring[bytes]) -> None:
-    deaths.end_with_parent()
-    with parts.open_sender() as sender:
-        sender.send(b"runs")
-        threading.Event().wait(60)
-
-
-def start_and_run_for_ever(parts: Ring[bytes]) -> None:
-    """The first process of a server, with an engine core."""
-    core = multiprocessing.get_context("spawn").Process(target=run_for_ever, args=(parts,))
-    core.start()
-    core.join()
-
-
-def test_process_ends_by_sigterm_when_the_parent_was_killed() -> None:
-    parts = Ring[bytes]()
-    with parts.open_receiver() as receiver:
-        with spawn(start_and_run_for_ever, parts) as server:
-            assert receiver.receive(30) == b"runs"
-            server.kill()
-        with pytest.raises(PeerDied, match="SIGTERM"):
-            receiver.receive(30)
-
-
 def test_death_of_the_parent_is_known_without_a_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deaths, "_ended_parents", [])
-    monkeypatch.setattr(os, "kill", lambda *_: None)
-    with subprocess.Popen(["true"]) as parent:
+    """The kernel closes the board: the thread that awaits the end may be late."""
+    with subprocess.Popen(["true"]) as process:
         pass
-    board = f"/proc/{parent.pid}/fd/3:token"
-    assert not deaths.first_death(board)
-    deaths.await_parent(SimpleNamespace(name="MainProcess", pid=parent.pid))
-    assert deaths.first_death(board) == f"MainProcess (pid {parent.pid}), which started this process, has ended"
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(name="MainProcess", pid=process.pid))
+    text = f"MainProcess (pid {process.pid}), which started this process, has ended"
+    assert deaths.first_death(f"/proc/{process.pid}/fd/3:token") == text
+
+
+def test_closed_board_of_a_parent_that_lives_has_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deaths, "CAUSE_S", 0.0)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(name="MainProcess", pid=os.getpid()))
+    assert not deaths.first_death(f"/proc/{os.getpid()}/fd/1000:token")
+
+
+@in_a_loop
+async def test_call_of_another_thread_runs_in_the_loop_of_the_task() -> None:
+    threads: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    task = asyncio.current_task()
+    call = lambda: threads.set_result(threading.get_ident())  # noqa: E731
+    await asyncio.to_thread(deaths.run_in_loop, task, call)
+    assert await threads == threading.get_ident()
+
+
+def test_call_into_a_loop_that_is_closed_has_no_effect() -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    deaths.run_in_loop(None, pytest.fail)
+    deaths.run_in_loop(SimpleNamespace(get_loop=lambda: loop), pytest.fail)

@@ -29,8 +29,8 @@ FORK = multiprocessing.get_context("fork")
 PR_SET_PDEATHSIG = 1
 
 
-def arguments_of(description):
-    """Returns the options of a campaign. From now on a signal ends the campaign."""
+def arguments_of(description, scenes):
+    """Returns the options of a campaign, with its scenes. From now on a signal ends the campaign."""
     exit_at_signals()
     end_with(os.getppid())
     parser = argparse.ArgumentParser(description=description)
@@ -40,7 +40,12 @@ def arguments_of(description):
     parser.add_argument("--forks", type=int, default=2, help="kills at a time")
     parser.add_argument("--seconds", type=float, default=3600.0, help="no kill begins after that")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    parser.add_argument("--scene", default="", help=f"only scenes whose name contains it: {', '.join(scenes)}")
+    options = parser.parse_args()
+    options.scenes = [scene for scene in scenes if options.scene in scene]
+    if not options.scenes:
+        parser.error(f"expected a part of a name of --scene, got {options.scene!r}: {', '.join(scenes)}")
+    return options
 
 
 def import_modules(names):

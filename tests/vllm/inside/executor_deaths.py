@@ -116,11 +116,11 @@ def clean_board():
         board.truncate(0)
 
 
-def kill_worker(config, index, chance):
+def kill_worker(scenes, config, index, chance):
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     clean_board()
-    scene = SCENES[index % len(SCENES)]
+    scene = scenes[index % len(scenes)]
     with tempfile.TemporaryDirectory() as folder:
         fifo = os.path.join(folder, "fifo")
         os.mkfifo(fifo)
@@ -156,10 +156,10 @@ def prepare_forks(config):
 if __name__ == "__main__":
     from vllm.plugins import load_general_plugins
 
-    options = campaign.arguments_of(__doc__)
+    options = campaign.arguments_of(__doc__, SCENES)
     sys.path.insert(0, campaign.folder_of_this())
     multiprocessing.current_process().name = "EngineCore"
     load_general_plugins()
     config = config_of(options.model, options.workers)
     prepare_forks(config)
-    campaign.run(options, lambda index, chance: kill_worker(config, index, chance))
+    campaign.run(options, lambda index, chance: kill_worker(options.scenes, config, index, chance))

@@ -1,7 +1,8 @@
-"""Kills the engine core, one of two API servers or a worker of `vllm serve` without a model, busy and idle.
+"""Kills a process of `vllm serve` without a model, busy and idle.
 
-Times each kill until clients with open streams had the error, and until /health said so. A server takes seconds to
-start: its processes are forks of a process that has imported what they import.
+Times each kill until clients with open streams had the error, and until /health said so; where the first process was
+killed, also until no process is left. A server takes seconds to start: its processes are forks of a process that has
+imported what they import.
 """
 
 import multiprocessing
@@ -30,11 +31,14 @@ START = 120.0
 END = 30.0
 END_AT_SIGNAL = 5.0  # a caller may follow SIGTERM by SIGKILL
 SERVES = "Application startup complete."  # of uvicorn
-VICTIMS = ("EngineCore", "ApiServer_0", "VllmWorker-0", "VllmWorker-1")
+# The number of API servers where a process is killed. A single API server is the first process of the server.
+VICTIMS = {"EngineCore": 2, "ApiServer_0": 2, "VllmWorker-0": 2, "VllmWorker-1": 2, "Launcher": 2, "APIServer": 1}
+FIRST_PROCESSES = ("Launcher", "APIServer")
+SCENES = [f"{victim} {load}" for load in ("busy", "idle") for victim in VICTIMS]
 OPTIONS = "--host 127.0.0.1 --dtype float32 --max-model-len 512 --enforce-eager --worker-cls stub_worker.ServedWorker"
 
 
-def serve(options, port, log, fork):
+def serve(options, api_servers, port, log, fork):
     """The first process of a server, in a session of its own."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -50,7 +54,7 @@ def serve(options, port, log, fork):
     os.environ.pop(VLLM_DEATHS.name, None)
     deaths.open_board()
     multiprocessing.get_context = lambda method=None: campaign.FORK  # API servers are always spawned
-    words = [options.model, "--served-model-name", NAME, "--port", str(port), "--api-server-count", "2"]
+    words = [options.model, "--served-model-name", NAME, "--port", str(port), "--api-server-count", str(api_servers)]
     words += ["--tensor-parallel-size", str(options.workers), *OPTIONS.split()]
     ServeSubcommand.cmd(make_arg_parser(FlexibleArgumentParser()).parse_args(words))
 
@@ -58,15 +62,15 @@ def serve(options, port, log, fork):
 class ForkedServer:
     """A server that has answered. It has ended, with all its processes, at the end of the block."""
 
-    def __init__(self, options, folder):
+    def __init__(self, options, folder, api_servers=2):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         log = Path(folder) / "log"
-        arguments = options, port, log, os.getpid()
+        arguments = options, api_servers, port, log, os.getpid()
         self.process = campaign.FORK.Process(target=serve, args=arguments, name="MainProcess")
         self.process.start()
-        self.server = VllmServer(self.process, port, log)
+        self.server, self.api_servers = VllmServer(self.process, port, log), api_servers
 
     def __enter__(self):
         try:
@@ -81,7 +85,7 @@ class ForkedServer:
         while True:
             try:
                 self.server.ask("hello", 1)
-                assert self.server.log.read_text(errors="replace").count(SERVES) == 2
+                assert self.server.log.read_text(errors="replace").count(SERVES) == self.api_servers
                 return
             except (OSError, AssertionError):
                 if time.monotonic() > deadline or not self.process.is_alive():
@@ -109,18 +113,32 @@ def pid_of(server, victim):
         return server.core()
     if victim == "ApiServer_0":
         return server.api_servers()[0]
+    if victim in FIRST_PROCESSES:
+        return server.process.pid
     return server.workers()[int(victim[-1])]
+
+
+def sentence_of(victim, pid):
+    """Returns the end of each error of a client."""
+    if victim == "Launcher":
+        return f"MainProcess (pid {pid}), which started this process, has ended"
+    rank = f"rank {victim[-1]}, " if victim.startswith("VllmWorker") else ""
+    return f"{victim} ({rank}pid {pid}) died: killed by SIGKILL"
 
 
 def fault_of(server, victim, pid, streams):
     """Returns what is not as promised; None: all is."""
-    rank = f"rank {victim[-1]}, " if victim.startswith("VllmWorker") else ""
-    text = f"{victim} ({rank}pid {pid}) died: killed by SIGKILL"
     errors = [stream.error()[1] for stream in streams if stream.has_error()]
+    if open_streams := sum(stream.is_alive() for stream in streams):
+        return f"{victim}: {open_streams} of {len(streams)} streams have no end"
+    if victim == "APIServer":
+        return None if not errors else f"{victim}: {errors[0]}"
     if streams and not errors:
         return f"{victim}: no client has an error; {server.log.read_text(errors='replace')[-4000:]}"
     if victim != "ApiServer_0" and len(errors) < len(streams):
-        return f"{victim}: {len(errors)} of {len(streams)} clients have an error"
+        ends = [stream.lines[-2:] for stream in streams if not stream.has_error()]
+        return f"{victim}: {len(errors)} of {len(streams)} clients have an error; {ends}"
+    text = sentence_of(victim, pid)
     for error in errors:
         if not error.endswith(text):
             return f"{victim} (pid {pid}): {error}"
@@ -138,17 +156,24 @@ def times_of(server, victim, pid, streams):
         ended = [stream.ended_at for stream in streams if not stream.has_error()]
         ended += [stream.error()[0] for stream in streams if stream.has_error()]
         took["the last client's answer"] = max(ended) - killed_at
+    if victim in FIRST_PROCESSES:
+        while server.pids():
+            if time.monotonic() > killed_at + END:
+                commands = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in server.pids()]
+                raise RuntimeError(f"left: {commands}; {server.log.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.01)
+        took["no process is left"] = time.monotonic() - killed_at
     return took
 
 
 def kill_process(options, index, chance):
-    victim = VICTIMS[index % len(VICTIMS)]
-    scene = f"{victim} {'busy' if index // len(VICTIMS) % 2 == 0 else 'idle'}"
+    scene = options.scenes[index % len(options.scenes)]
+    victim, load = scene.split()
     outcome = {"scene": scene, "took": {}, "wrong": None}
     try:
-        with tempfile.TemporaryDirectory() as folder, ForkedServer(options, folder) as server:
+        with tempfile.TemporaryDirectory() as folder, ForkedServer(options, folder, VICTIMS[victim]) as server:
             # One after the other: a server that wakes first accepts all connections that wait.
-            streams = [server.streams(1)[0] for _ in range(STREAMS)] if scene.endswith("busy") else []
+            streams = [server.streams(1)[0] for _ in range(STREAMS)] if load == "busy" else []
             time.sleep(chance.random() * 0.05)
             pid = pid_of(server, victim)
             outcome["took"] = times_of(server, victim, pid, streams)
@@ -197,7 +222,7 @@ def prepare_forks(options):
 if __name__ == "__main__":
     from vllm.plugins import load_general_plugins
 
-    options = campaign.arguments_of(__doc__)
+    options = campaign.arguments_of(__doc__, SCENES)
     sys.path.insert(0, campaign.folder_of_this())
     load_general_plugins()
     prepare_forks(options)

@@ -6,17 +6,17 @@ the executor       calls its failure callback at a death in the group of its que
 each process       writes the death that it sees into the board of its server; the first line is the cause of all others
 the API servers    put the first line into each EngineDeadError, and so into their answers
 the launcher       closes the port of several API servers at the first death, instead of with its own end
-engine cores and API servers end when the first process of the server was killed
+first_process.py   ends all processes of a server when the first process was killed
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import multiprocessing
 import os
 import re
-import signal
 import socket
 import time
 import weakref
@@ -29,6 +29,7 @@ from typing import IO, Any
 from penstock import EndGroup
 from penstock.environment import VLLM_DEATHS
 from penstock.errors import DeathCause, PeerDied
+from penstock.integrations.vllm import first_process
 from penstock.integrations.vllm.left_files import remove_left_files
 from penstock.integrations.vllm.settings import LOGGER
 
@@ -37,15 +38,12 @@ API_SERVER = "ApiServer_"  # begins vLLM's name of one of several API servers
 BOARD = "penstock vllm deaths"  # begins the name of the file
 REAPED_S = 0.2  # from the end of a process until its exit code is known
 REAP_POLL_S = 0.001  # of a thread, while another thread reaps the process
-CAUSE_S = (
-    0.3  # from the close of an end by another process until the death that the other process knew of is known here
-)
+CAUSE_S = 0.3  # from the close of an end, or of the board, by another process until the death is known here
 SHUTDOWN_POLL_S = 5.0  # of a thread that waits for a death
 
 # Boards of servers with engine cores that this process has started, by vLLM's manager of the cores
 _boards: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 _process_boards: list[str] = []  # the board that this process had before it started a server
-_ended_parents: list[str] = []  # the process that has started this process; the board of a server ends with the server
 
 
 class ProcessDied(RuntimeError):
@@ -145,10 +143,10 @@ def has_board() -> bool:
 
 
 def first_death(board: str | None = None) -> str:
-    """Returns the text of the first death on the board; empty: none is known."""
+    """Returns the text of the first death on the board; empty: none is known. The board ends with the first process."""
     with suppress(OSError), opened(board or VLLM_DEATHS.read()) as file:
         return file.readline().decode().rstrip()
-    return "".join(_ended_parents)
+    return first_process.ended_parent(CAUSE_S)
 
 
 def note(death: ProcessDied, board: str | None = None) -> ProcessDied:
@@ -193,23 +191,6 @@ def death_behind(group: EndGroup, timeout: float) -> ProcessDied | None:
     except PeerDied as death:
         return process_died(death)
     return None
-
-
-def end_with_parent() -> None:
-    """Has SIGTERM end this process when the parent of `multiprocessing` has ended. Workers of vLLM watch the parent;
-    engine cores and API servers would keep the memory of a server after the death of the first process."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        Thread(target=await_parent, args=(parent,), name="PenstockParent", daemon=True).start()
-
-
-def await_parent(parent: Any) -> None:
-    """A pidfd: `parent.join` waits for a pipe of which later forks of the parent have the other end, too."""
-    with suppress(ProcessLookupError):
-        wait([os.pidfd_open(parent.pid)])
-    _ended_parents.append(f"{parent.name} (pid {parent.pid}), which started this process, has ended")
-    LOGGER.error("%s", _ended_parents[0])
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 # ── in vLLM's classes ──
@@ -299,19 +280,34 @@ def await_death(executor: Any, group: EndGroup, callback: Callable[[], None]) ->
 
 def replace_in_servers() -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
     from vllm.v1.engine.exceptions import EngineDeadError
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.utils import APIServerProcessManager
 
+    first_process.replace_coordinator(DPCoordinatorProc)
+
     @before(EngineCoreProc, "__init__")
-    def end_core_with_server(*_: Any, **__: Any) -> None:
-        end_with_parent()
+    def drop_port(*_: Any, **__: Any) -> None:
+        first_process.drop_port()
+
+    def end_core_with_server(core: Any) -> None:
+        first_process.end_with_parent(lambda: first_process.leave_requests(core))
+
+    # A core that is spawned loads its plugins within __init__.
+    for cls in (EngineCoreProc, DPEngineCoreProc):
+        before(cls, "run_busy_loop")(end_core_with_server)
 
     @before(AsyncLLM, "__init__")
     def end_api_server_with_server(*_: Any, **__: Any) -> None:
         if multiprocessing.current_process().name.startswith(API_SERVER):
-            end_with_parent()
+            ports: list[socket.socket] = []
+            first_process.end_with_parent(lambda: first_process.refuse(ports))
+
+            @before(importlib.import_module("uvicorn").Server, "serve")
+            def note_ports(_: Any, sockets: list[socket.socket] | None = None) -> None:
+                ports.extend(sockets or ())
 
     @before(CoreEngineProcManager, "__init__")
     def begin(manager: Any, *_: Any, **__: Any) -> None:
@@ -326,12 +322,18 @@ def replace_in_servers() -> None:
         """The server ends in seconds. Until then no process accepts, and new connections would wait in the backlog."""
         note_failed(manager.processes)
         if first_death():
-            with suppress(OSError):
-                manager.sock.shutdown(socket.SHUT_RDWR)  # for all processes that have the socket
+            first_process.refuse([manager.sock])
 
     @before(AsyncLLM, "shutdown")
     def answer_open_requests(llm: Any, timeout: float | None = None) -> None:
         """An API server that ends for another process's death would leave its clients without an answer."""
         client = getattr(llm, "engine_core", None)
         if client is not None and first_death(board_of(client.resources.engine_manager)):
-            llm.output_processor.propagate_error(EngineDeadError())
+            run_in_loop(llm.output_handler, lambda: llm.output_processor.propagate_error(EngineDeadError()))
+
+
+def run_in_loop(task: Any, call: Callable[[], None]) -> None:
+    """Calls in the loop of the task: vLLM shuts an engine client down in another thread. None: no loop has begun."""
+    if task is not None:
+        with suppress(RuntimeError):  # the loop is closed
+            task.get_loop().call_soon_threadsafe(call)
