@@ -155,6 +155,7 @@ class Pool {
     u64 claimed_from_start() const;  // pool_pages.h
     bool is_growing() const { return claimed_from_start() < nbytes(); }
     u32 returns() const { return head_.returns.load(order::returns.acquire); }
+    u32 fruitless_returns = 0;  // by this object, of blocks for which the machine has no pages
 
     // ── leases and grants ──
     // One more lease for this peer, by a reference that another peer sent. Throws StaleRef unless it names a live block

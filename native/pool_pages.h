@@ -14,6 +14,7 @@ inline void Pool::claim(const Extent& extent, u64 nbytes) {
     } catch (...) {
         head_.exhaustions.add();
         release(extent.block, extent.generation);
+        ++fruitless_returns;
         throw;
     }
 }
