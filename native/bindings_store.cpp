@@ -72,7 +72,8 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
     Store::Begun begun = Store::Begun::fill;
     bool is_full = false;
     auto attempt = [&] {
-        returns = store.pool().returns() - store.pool().fruitless_returns;
+        returns = store.pool().returns();
+        returns -= store.pool().fruitless_returns();
         is_full = false;
         try {
             if (has_key)
@@ -104,8 +105,8 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
             GilRelease released;
             do {
                 u64 until = store.pool().is_growing() ? std::min(deadline, now_ns() + LOOK_AGAIN_NS) : deadline;
-                // A return that this thread has made itself, as there were no pages, is no reason to try again.
-                u32 expected = returns + store.pool().fruitless_returns;
+                // A return that an attempt has made, as there were no pages, is no reason to try again.
+                u32 expected = returns + store.pool().fruitless_returns();
                 woken = is_full ? store.pool().wait_for_return(expected, until, spinner, waits, never)
                                 : store.wait_for_fill(fills_before, deadline, spinner, waits);
                 must_wait = attempt();

@@ -155,7 +155,9 @@ class Pool {
     u64 claimed_from_start() const;  // pool_pages.h
     bool is_growing() const { return claimed_from_start() < nbytes(); }
     u32 returns() const { return head_.returns.load(order::returns.acquire); }
-    u32 fruitless_returns = 0;  // by this object, of blocks for which the machine has no pages
+    // By this object, of blocks for which the machine has no pages. Counted before it is a return: who sees that sees
+    // this.
+    u32 fruitless_returns() const { return static_cast<u32>(fruitless_returns_.value()); }
 
     // ── leases and grants ──
     // One more lease for this peer, by a reference that another peer sent. Throws StaleRef unless it names a live block
@@ -434,6 +436,7 @@ class Pool {
     const Geometry& geometry_;
     PoolHeader& head_;
     Entry* entries_;
+    Counter fruitless_returns_;
 };
 
 }  // namespace penstock

@@ -13,8 +13,8 @@ inline void Pool::claim(const Extent& extent, u64 nbytes) {
         Granules(attachment_.segment()).claim(extent.offset, nbytes);
     } catch (...) {
         head_.exhaustions.add();
+        fruitless_returns_.add();
         release(extent.block, extent.generation);
-        ++fruitless_returns;
         throw;
     }
 }
