@@ -75,7 +75,9 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
     with starting():
         template = RERANK_TEMPLATE if cluster.config.pooling == "classify" else ""
         words = build_tokenizer(cluster.config, shared.options.chat_template or template)
-        media = build_media_prompts(cluster.config, shared.options, cluster.store, words.tokenizer, budget, row)
+        media = build_media_prompts(
+            cluster.config, shared.options, cluster.store, words.tokenizer, budget, row, me.index
+        )
         embeds = None
         if cluster.config.enable_prompt_embeds:
             embeds = EmbedsPrompts(cluster.config, cluster.store, words.encode(WORD, False)[-1], row.count_items)

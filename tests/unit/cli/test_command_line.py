@@ -187,7 +187,7 @@ VLLM_SERVE = (
 ).split()
 OURS_SERVE = (
     "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --fork-server --huge-pages "
-    "--keep-kv-cache --log-format --log-level --max-body-mb "
+    "--image-processor-device --keep-kv-cache --log-format --log-level --max-body-mb "
     "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-stored-responses "
     "--max-video-frames --response-store-mb --response-store-seconds "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "

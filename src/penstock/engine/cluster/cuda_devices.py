@@ -70,6 +70,14 @@ class Devices(NamedTuple):
         matches = numbers_of(name, self.uuids)
         return matches[0] if len(matches) == 1 else None
 
+    def uuids_of(self, names: Sequence[str]) -> list[bytes]:
+        """Returns the uuids of devices by number or UUID. Raises ValueError if not known."""
+        numbers = [self.number_of(name) for name in names]
+        uuids = [self.uuids[number] for number in numbers if number is not None and number < len(self.uuids)]
+        if not numbers or len(uuids) != len(numbers):
+            raise ValueError(f"expected CUDA devices of workers, got {list(names) or 'a CPU'}: {self.reason}")
+        return [bytes.fromhex(uuid) for uuid in uuids]
+
 
 def uuid_digits(name: str) -> str:
     """Returns the digits of a UUID, which may be the first ones only, as in CUDA_VISIBLE_DEVICES."""
@@ -140,9 +148,4 @@ def _asked_of_driver() -> Devices:
 
 def worker_devices(config: EngineConfig) -> list[bytes]:
     """Returns the uuids of the devices of this node's workers, for `DeviceScope`. Raises ValueError if not known."""
-    devices = cuda_devices()
-    numbers = [devices.number_of(name) for name in config.device_names]
-    uuids = [devices.uuids[number] for number in numbers if number is not None and number < len(devices.uuids)]
-    if not numbers or len(uuids) != len(numbers):
-        raise ValueError(f"expected CUDA devices of workers, got {config.device_names or 'a CPU'}: {devices.reason}")
-    return [bytes.fromhex(uuid) for uuid in uuids]
+    return cuda_devices().uuids_of(config.device_names)

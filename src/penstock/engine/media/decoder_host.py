@@ -24,17 +24,10 @@ from penstock.engine.media.video_messages import SETUP, HostReady
 from penstock.engine.media.video_processor import VideoProcessor
 from penstock.engine.media.video_settings import VideoSettings
 
-# What a terminal or an init system sends to all processes: the server decides when its decoders end.
-IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
 
 def main(fd: int, parent: int) -> NoReturn:
     """Serves the process at the other end of the socket `fd`, until that is closed."""
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)
-    standard_streams.guard()
-    decoder_process.end_with(parent)
-    line = socket.socket(fileno=fd)
+    line = decoder_process.serve_parent(fd, parent)
     setup = SETUP.decode(video_messages.receive(line)[0])
     logs.configure("video decoder", setup.log_format, setup.log_level)
     processor = VideoProcessor(msgspec.msgpack.decode(setup.settings, type=VideoSettings))

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from penstock import MemoryExhausted, Timeout
+from penstock import MemoryExhausted, Timeout, standard_streams
 from penstock.engine.cluster.logs import event
 from penstock.engine.media import video_messages
 from penstock.engine.media.media_kind import MediaRefused
@@ -36,11 +36,22 @@ PR_SET_PDEATHSIG = 1
 ROOM_TIMEOUT = 0.1  # seconds to wait for room in the store: as of a Scope
 RGB = 3  # bytes of a pixel
 COPIES = 3  # of the frames that are processed at a time: as they are decoded, and resized along one side and both
+# What a terminal or an init system sends to all processes: the server decides when its processes end.
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OOM_SCORE = "500"  # a decoder is killed before a server or a worker where memory lacks
 
 
 class DecoderEnd(Exception):
     """The server has closed its end."""
+
+
+def serve_parent(fd: int, parent: int) -> socket.socket:
+    """Returns the socket of a process that serves its parent, and ends with the parent."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    standard_streams.guard()
+    end_with(parent)
+    return socket.socket(fileno=fd)
 
 
 def end_with(parent: int) -> None:
@@ -68,9 +79,14 @@ def run(line: socket.socket, processor: VideoProcessor, limits: VideoLimits, tic
             _send(line, Rejected(500, "the decoder of this video has failed; the server's log says how"))
 
 
-def _bound_memory(nbytes: int) -> None:
+def end_early() -> None:
+    """Makes the kernel end this process before others where memory lacks."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(OOM_SCORE)
+
+
+def _bound_memory(nbytes: int) -> None:
+    end_early()
     with open("/proc/self/status") as file:
         fields = dict(entry.split(":", 1) for entry in file if ":" in entry)
     used = int(fields["VmData"].split()[0]) << 10

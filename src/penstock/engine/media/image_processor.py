@@ -18,7 +18,7 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -27,8 +27,10 @@ import msgspec
 import numpy as np
 
 from penstock import Missing
+from penstock.engine.media.device_images import DeviceImages, memory_file
 from penstock.engine.media.encoded_image import UPRIGHT, EncodedImage
 from penstock.engine.media.fair_thread_pool import FairThreadPool
+from penstock.engine.media.media_budget import MediaScope
 from penstock.engine.media.media_kind import MediaRefused
 from penstock.engine.media.patches import PatchProcessor
 from penstock.engine.model_dir import VISION
@@ -81,18 +83,24 @@ class ImageProcessor:
         max_tokens: int | None = None,
         salt: bytes = b"",
         must_store: bool = False,
+        device: DeviceImages | None = None,
     ) -> None:
         """`path`: the model's directory; `threads`: None for one per processor; `max_tokens`: an image with more tokens
         is refused, and not stored; `salt`: images are shared only between processors with the same salt; `must_store`:
-        an image for which the store has no room is refused, and does not travel inline.
+        an image for which the store has no room is refused, and does not travel inline; `device`: processes images,
+        which threads of this process do otherwise. It is closed with this object.
 
-        Raises ValueError if the model takes no images, or its directory has no image processor.
+        Raises ValueError if the model takes no images, or its directory has no image processor, or the device knows no
+        steps of that.
         """
         self.limits = limits or ImageLimits()
         self._store = store
         self._max_tokens = max_tokens
         self._must_store = must_store
-        config, self._processor, self._count = _processor_of(Path(path))
+        self._device = device
+        config, self._processor, self._count = read_processor(Path(path))
+        if device is not None:
+            device_steps(self._processor)
         self._patches = PatchProcessor.of(self._processor)
         self.image_id: int = config.image_token_id
         self.is_tiled = config.model_type in TILED
@@ -119,7 +127,13 @@ class ImageProcessor:
         threads = self._large if is_large else self._small
         load = functools.partial(self._load_parsed, key, encoded, scope)
         with contextlib.nullcontext() if admit is None else await admit(COPIES * RGB * encoded.width * encoded.height):
-            return await threads.run(scope, load)
+            if self._device is None:
+                return await threads.run(scope, load)
+            assert isinstance(scope, MediaScope), "a scope that takes leases of slices"
+            with await threads.run(scope, functools.partial(memory_file, encoded.data)) as file:
+                item, tree = await self._device.load(key, encoded, file, scope, is_large=is_large)
+            self._require_tokens(tree)
+            return _loaded(item, tree)
 
     def _find_or_parse(
         self, raw: bytes | Callable[[], bytes], scope: Scope
@@ -139,24 +153,16 @@ class ImageProcessor:
 
     def _load_encoded(self, key: bytes, encoded: EncodedImage, scope: Scope) -> ProcessedImage:
         tree = self._make(encoded)
-        if self._max_tokens is not None and tree["tokens"] > self._max_tokens:
-            raise MediaRefused(
-                400, f"this model has at most {self._max_tokens} tokens, and the image takes {tree['tokens']}"
-            )
+        self._require_tokens(tree)
         item = scope.put(tree, key=key)
         if self._must_store and item.is_inline:
-            self._refuse_inline(item)
+            raise no_room(item.nbytes, self._store)
         return _loaded(item, tree)
 
-    def _refuse_inline(self, item: Handle) -> None:
-        room = 0 if self._store is None else self._store.nbytes
-        if item.nbytes > room:
-            raise MediaRefused(
-                413, f"the store for images has {room} bytes, the tensors of this one have {item.nbytes}"
-            )
-        raise MediaRefused(
-            503, f"the store for images has no room for {item.nbytes} bytes now: images of open requests fill it"
-        )
+    def _require_tokens(self, tree: Mapping[str, Any]) -> None:
+        limit, tokens = self._max_tokens, tree["tokens"]
+        if limit is not None and tokens > limit:
+            raise MediaRefused(400, f"this model has at most {limit} tokens, and the image takes {tokens}")
 
     def _find(self, key: bytes, scope: Scope) -> ProcessedImage | None:
         store = self._store
@@ -190,8 +196,8 @@ class ImageProcessor:
         return encoded
 
     def _make(self, encoded: EncodedImage) -> dict[str, Any]:
-        picture = _decoded(encoded)
-        try:
+        picture = decode_image(encoded)
+        with refuse_shape(picture.width, picture.height):
             if self._patches is not None:
                 features = self._patches.process(picture)
             else:
@@ -199,13 +205,11 @@ class ImageProcessor:
             shape = _tiles(features)
             tensors = {name: np.asarray(feature) for name, feature in features.items() if name not in ("rows", "cols")}
             return {**tensors, "tokens": self._count(tensors), "rows": shape[0], "columns": shape[1]}
-        except (ValueError, ArithmeticError, MemoryError) as error:  # of an odd shape, say
-            raise MediaRefused(
-                400, f"the model's processor takes no image of {picture.width} x {picture.height}: {error}"
-            ) from None
 
     def close(self) -> None:
         """Waits for the images that threads are processing."""
+        if self._device is not None:
+            self._device.close()
         self._small.close()
         self._large.close()
 
@@ -220,6 +224,25 @@ def _loaded(item: Handle, tree: Mapping[str, Any]) -> ProcessedImage:
     return ProcessedImage(item, tree["tokens"], tree["rows"], tree["columns"])
 
 
+@contextlib.contextmanager
+def refuse_shape(width: int, height: int) -> Iterator[None]:
+    """Raises MediaRefused at an error of the model's processor, which takes no image of an odd shape, say."""
+    try:
+        yield
+    except (ValueError, ArithmeticError, MemoryError) as error:
+        raise MediaRefused(400, f"the model's processor takes no image of {width} x {height}: {error}") from None
+
+
+def no_room(nbytes: int, store: Store | None) -> MediaRefused:
+    """Returns the refusal of an image: the store has no room for its tensors."""
+    room = 0 if store is None else store.nbytes
+    if nbytes > room:
+        return MediaRefused(413, f"the store for images has {room} bytes, the tensors of this one have {nbytes}")
+    return MediaRefused(
+        503, f"the store for images has no room for {nbytes} bytes now: images of open requests fill it"
+    )
+
+
 def _tiles(features: Mapping[str, Any]) -> tuple[int, int]:
     rows, columns = features.get("rows"), features.get("cols")
     if rows is None or columns is None:
@@ -227,7 +250,7 @@ def _tiles(features: Mapping[str, Any]) -> tuple[int, int]:
     return int(np.asarray(rows).reshape(-1)[0]), int(np.asarray(columns).reshape(-1)[0])
 
 
-def _decoded(encoded: EncodedImage) -> Any:
+def decode_image(encoded: EncodedImage) -> Any:
     """Returns the decoded image, as RGB and upright."""
     from PIL import Image
 
@@ -257,7 +280,7 @@ def _unreadable(why: Exception) -> MediaRefused:
 
 
 # ── what a family makes of an image ──────────────────────────────────────────────────────────────────────────────────
-def _processor_of(path: Path) -> tuple[Any, Any, Any]:
+def read_processor(path: Path) -> tuple[Any, Any, Any]:
     """Returns the model's configuration, its image processor, and a function that counts the tokens of an image."""
     from transformers import AutoConfig, AutoImageProcessor
 
@@ -296,6 +319,30 @@ def _count_tiles(config: Any, _: Any) -> Any:
     """Idefics has the same number of tokens for each tile."""
     each = (config.vision_config.image_size // config.vision_config.patch_size) ** 2 // config.scale_factor**2
     return lambda tensors: int(tensors["pixel_values"].shape[1]) * each
+
+
+# Processors of transformers, and the name of their steps for `DeviceProcessor`.
+DEVICE_STEPS = {
+    "CLIPImageProcessorPil": "crop",
+    "SiglipImageProcessorPil": "crop",
+    "LlavaImageProcessorPil": "crop",
+    "Qwen2VLImageProcessorPil": "patches",
+    "Idefics3ImageProcessorPil": "tiles",
+    "SmolVLMImageProcessorPil": "tiles",
+}
+DEVICE_FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+
+
+def device_steps(processor: Any) -> tuple[str, str]:
+    """Returns the steps and the filter of a processor on a device. Raises ValueError if these are not known."""
+    kind, resample = type(processor).__name__, processor.resample
+    steps, filter_ = DEVICE_STEPS.get(kind), DEVICE_FILTERS.get(2 if resample is None else int(resample))
+    is_padded = kind in ("CLIPImageProcessorPil", "SiglipImageProcessorPil") and processor.do_pad
+    if steps is None or filter_ is None or is_padded or not (processor.do_rescale or processor.do_normalize):
+        raise ValueError(
+            f"no device runs the steps of {kind} with these settings: expected --image-processor-device cpu for them"
+        )
+    return steps, filter_
 
 
 _COUNTS = {

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.engine.media.media_kind import MediaRefused
-from penstock.tensor import Scope
+from penstock.lowlevel import BlockLease
+from penstock.tensor import Handle, Scope, ScopeStats
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -164,13 +165,25 @@ class MediaScope(Scope):
     held bytes while waiting for more bytes could wait for each other.
     """
 
-    _leases: tuple[ByteLease, ...] = ()
+    _leases: tuple[ByteLease | BlockLease, ...] = ()
+    puts_elsewhere = 0  # of the hits: values that another process has made for this request
 
-    def hold(self, lease: ByteLease) -> None:
+    def hold(self, *leases: ByteLease | BlockLease) -> None:
         """Holds bytes until the scope is released: at once, if it has been."""
-        self._leases += (lease,)
+        self._leases += leases
         if self.is_released:
             self.release()
+
+    def add_leases(self, handle: Handle, leases: Sequence[BlockLease]) -> Handle:
+        """Returns a handle of a value with tensors in other pools, and holds these. The value counts as a hit."""
+        self.hold(*leases)
+        return self._keep(handle, None, "hits")
+
+    def stats(self) -> ScopeStats:
+        stats = super().stats()
+        stats.hits -= self.puts_elsewhere
+        stats.puts += self.puts_elsewhere
+        return stats
 
     def release(self) -> None:
         super().release()

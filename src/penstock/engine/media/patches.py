@@ -20,18 +20,23 @@ LEVELS = 256
 COLOURS = 3
 
 
+def level_numbers(processor: Any) -> npt.NDArray[np.float32]:
+    """Returns the number that a processor makes of each byte of each colour: [COLOURS, LEVELS]."""
+    levels = np.broadcast_to(np.arange(LEVELS, dtype=np.uint8).reshape(1, 16, 16), (COLOURS, 16, 16))
+    if processor.do_rescale:
+        levels = processor.rescale(levels, processor.rescale_factor)
+    if processor.do_normalize:
+        levels = processor.normalize(levels, processor.image_mean, processor.image_std)
+    return np.ascontiguousarray(levels, np.float32).reshape(COLOURS, LEVELS)
+
+
 class PatchProcessor:
     """The work of an image processor of transformers, without state beside the settings."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._factor = processor.patch_size * processor.merge_size
-        levels = np.broadcast_to(np.arange(LEVELS, dtype=np.uint8).reshape(1, 16, 16), (COLOURS, 16, 16))
-        if processor.do_rescale:
-            levels = processor.rescale(levels, processor.rescale_factor)
-        if processor.do_normalize:
-            levels = processor.normalize(levels, processor.image_mean, processor.image_std)
-        self._numbers = np.ascontiguousarray(levels, np.float32).reshape(COLOURS, LEVELS)
+        self._numbers = level_numbers(processor)
 
     @classmethod
     def of(cls, processor: Any) -> PatchProcessor | None:

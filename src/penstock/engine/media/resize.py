@@ -44,7 +44,15 @@ def resize(frames: Frames, size: tuple[int, int], mode: str) -> Frames:
 
 @functools.lru_cache(maxsize=16)
 def _weights(before: int, after: int, mode: str) -> Weights:
-    """Returns the weights of `before` pixels in `after`, computed in doubles and rounded."""
+    """Returns the weights of `before` pixels in `after`, rounded."""
+    first, values = exact_weights(before, after, mode)
+    highest = float(values.max())
+    shift = next(shift for shift in range(MAX_SHIFT + 1) if shift == MAX_SHIFT or _is_full(highest, shift + 1))
+    return Weights(first.astype(np.int32), rounded(values, shift).astype(np.int16), shift)
+
+
+def exact_weights(before: int, after: int, mode: str) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Returns the first pixel that each resized pixel is made of, and the weights of this pixel and the next ones."""
     filter_, reach = FILTERS[mode]
     scale = before / after
     stretch = max(scale, 1.0)
@@ -59,10 +67,12 @@ def _weights(before: int, after: int, mode: str) -> Weights:
     values = filter_((pixels - centers[:, None] + 0.5) / stretch)
     values[(pixels < low[:, None]) | (pixels >= high[:, None])] = 0.0
     values /= values.sum(1, keepdims=True)
-    highest = float(values.max())
-    shift = next(shift for shift in range(MAX_SHIFT + 1) if shift == MAX_SHIFT or _is_full(highest, shift + 1))
-    rounded = (values * (1 << shift) + np.where(values < 0, -0.5, 0.5)).astype(np.int16)
-    return Weights(first.astype(np.int32), rounded, shift)
+    return first, values
+
+
+def rounded(values: Floats, shift: int) -> npt.NDArray[np.int32]:
+    """Returns weights as integers with so many binary places."""
+    return (values * (1 << shift) + np.where(values < 0, -0.5, 0.5)).astype(np.int32)
 
 
 def _is_full(highest: float, shift: int) -> bool:

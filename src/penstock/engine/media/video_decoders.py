@@ -231,24 +231,10 @@ class VideoDecoders:
 
     async def _start(self) -> socket.socket:
         """Starts the decoder host. Raises ConnectionError if it ends before it can fork."""
-        line, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.setblocking(False)
-        self._line = line
         began = time.monotonic()
-        with peer:
-            command = [sys.executable, "-c", MAIN, str(peer.fileno()), str(os.getpid())]
-            environment = {**os.environ, **ONE_THREAD, "PYTHONSAFEPATH": "1"}
-            # By this thread: the host ends with the thread that has started it.
-            self._host = subprocess.Popen(command, pass_fds=[peer.fileno()], env=environment, cwd="/")
-        video_messages.send(line, self._settings.setup())
-        try:
-            packet, _ = await asyncio.wait_for(receive(line), START_TIMEOUT)
-        except asyncio.TimeoutError:
-            raise ConnectionResetError from None
-        if not packet:
-            raise ConnectionResetError
+        self._line, self._host, _ = await start_host(MAIN, self._settings.setup())
         event("video decoders started", seconds=time.monotonic() - began)
-        return line
+        return self._line
 
     def _drop_host(self) -> None:
         line, host = self._line, self._host
@@ -264,6 +250,32 @@ class VideoDecoders:
         self._drop_host()
         for decoder in tuple(self._open):
             decoder.forget()
+
+
+async def start_host(main: str, setup: msgspec.Struct) -> tuple[socket.socket, subprocess.Popen[bytes], bytes]:
+    """Starts a process that runs the statements `main`, and returns its socket and its first packet.
+
+    The process ends with the thread that calls this. Raises ConnectionError if the process ends before the packet.
+    """
+    line, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    line.setblocking(False)
+    with peer:
+        command = [sys.executable, "-c", main, str(peer.fileno()), str(os.getpid())]
+        environment = {**os.environ, **ONE_THREAD, "PYTHONSAFEPATH": "1"}
+        host = subprocess.Popen(command, pass_fds=[peer.fileno()], env=environment, cwd="/")
+    try:
+        video_messages.send(line, setup)
+        packet, _ = await asyncio.wait_for(receive(line), START_TIMEOUT)
+        if not packet:
+            raise ConnectionResetError
+    except BaseException as error:
+        line.close()
+        host.kill()
+        host.wait()
+        if isinstance(error, asyncio.TimeoutError):
+            raise ConnectionResetError from None
+        raise
+    return line, host, packet
 
 
 async def receive(line: socket.socket) -> tuple[bytes, list[int]]:

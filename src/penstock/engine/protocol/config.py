@@ -274,6 +274,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
     """How media and prompt embeddings travel: store, inline (in messages), auto (in the store if there is one, and
     inline where it has no room), or device (as auto; by a program's `DeviceScope`, from a device)"""
+    image_processor_device: Annotated[str, Option("multimodal", choices=("cpu", "cuda"))] = "cpu"
+    """Where images are resized and normalised: cpu (by threads of the API servers), or cuda (by a process beside each
+    API server, on a worker's device, in as much memory of devices as the store has of the host's; this needs
+    --tensor-transport device, and has run on doubles of a device only)"""
     max_concurrent_videos: Annotated[int, Option("multimodal", ge=1, le=32)] = 2
     """Maximum number of videos that an API server process decodes at a time, each in a process of its own"""
 
@@ -353,6 +357,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.tensor_transport == "device" and not (self.store_nbytes and self.device != "cpu"):
             raise ValueError("tensor_transport 'device' needs device 'cuda', and a store (--mm-processor-cache-gb)")
+        if self.image_processor_device != "cpu" and (self.tensor_transport != "device" or self.nodes is not None):
+            raise ValueError("image_processor_device 'cuda' needs tensor_transport 'device', and workers on one node")
         if self.huge_pages and not self.store_nbytes:
             raise ValueError("huge_pages are for the store: store_nbytes (--mm-processor-cache-gb) is 0")
         if self.mm_encoder_tp_mode == "store" and not self.encoder_cache_nbytes:

@@ -17,6 +17,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from penstock.engine.cluster.logs import event, tensor_event
+from penstock.engine.media.device_images import DeviceImages
+from penstock.engine.media.image_messages import MediaSetup
 from penstock.engine.media.image_processor import ImageProcessor, ProcessedImage
 from penstock.engine.media.media_budget import MediaBudget, MediaScope, admit
 from penstock.engine.media.media_kind import IMAGE, VIDEO, MediaKind, MediaRef, MediaRefused
@@ -61,6 +63,7 @@ class MediaPrompts:
         tokenizer: Any,
         budget: MediaBudget,
         row: ProcessCounters | None,
+        server: int,
     ) -> None:
         """Raises ValueError if the model's directory has no image processor, or its tokenizer no image token."""
         self._store = store
@@ -71,9 +74,10 @@ class MediaPrompts:
             config.model,
             store,
             limits=options.image_limits,
-            threads=min(THREADS, len(os.sched_getaffinity(0))),
+            threads=_threads(),
             max_tokens=self._max_tokens,
             must_store=config.tensor_transport == "store",
+            device=self._device_images(config, server),
         )
         self._without_videos = "this model takes none"
         self._videos: VideoLoader | None = None
@@ -96,6 +100,23 @@ class MediaPrompts:
                 log_level=config.log_level,
             )
         self._source = MediaSource(options.allowed_local_media_path, options.allowed_media_domains, budget)
+
+    def _device_images(self, config: EngineConfig, server: int) -> DeviceImages | None:
+        """Returns None if images are processed on CPUs."""
+        if config.image_processor_device == "cpu":
+            return None
+        assert self._store is not None, "a config without a store has no such device"
+        setup = MediaSetup(
+            model=config.model,
+            devices=tuple(config.device_names),
+            device=config.device_names[server % len(config.device_names)],
+            pool_nbytes=config.store_nbytes // config.api_server_count,
+            store=str(self._store.ticket),
+            threads=_threads(),
+            log_format=config.log_format,
+            log_level=config.log_level,
+        )
+        return DeviceImages(setup, self._store, None if self._row is None else self._row.count_device_image)
 
     def _video_settings(self, config: EngineConfig) -> VideoSettings | None:
         """Returns None if the model takes no videos, or files or packages for them are missing."""
@@ -131,15 +152,14 @@ class MediaPrompts:
             raise ApiError(400, message, param="messages") from None
         # In the store, not inline: the next request with the same image finds even a small one there.
         scope = MediaScope(self._store, inline_nbytes=0)
-        decoded: list[ProcessedVideo] = []  # put into the store by their decoders, where the scope has found them
         try:
-            loaded = await self._load_all(refs, scope, client, decoded)
+            loaded = await self._load_all(refs, scope, client)
         except BaseException:
             scope.release()
             raise
         finally:
             if self._row is not None:
-                self._row.count_items(scope.stats(), len(decoded))
+                self._row.count_items(scope.stats())
         for medium in loaded:
             tensor_event("tensors sent", medium.item)
         inline_nbytes = sum(medium.item.nbytes for medium in loaded if medium.item.is_inline)
@@ -165,10 +185,10 @@ class MediaPrompts:
         return 0
 
     async def _load_all(
-        self, refs: Sequence[MediaRef], scope: Scope, client: str, decoded: list[ProcessedVideo]
+        self, refs: Sequence[MediaRef], scope: MediaScope, client: str
     ) -> list[ProcessedImage | ProcessedVideo]:
         """Loads all media concurrently. The first that is refused, or too many tokens in all, cancels the others."""
-        tasks = [asyncio.ensure_future(self._load(ref, scope, client, decoded)) for ref in refs]
+        tasks = [asyncio.ensure_future(self._load(ref, scope, client)) for ref in refs]
         tokens = 0
         try:
             for loaded in asyncio.as_completed(tasks):
@@ -182,17 +202,14 @@ class MediaPrompts:
             for task in tasks:
                 task.cancel()
 
-    async def _load(
-        self, ref: MediaRef, scope: Scope, client: str, decoded: list[ProcessedVideo]
-    ) -> ProcessedImage | ProcessedVideo:
+    async def _load(self, ref: MediaRef, scope: MediaScope, client: str) -> ProcessedImage | ProcessedVideo:
         try:
             if ref.kind is IMAGE:
                 return await self._load_image(ref, scope, client)
             assert self._videos is not None, "refused before"
             async with self._source.video(ref, self._videos.limits.nbytes, client) as read_file:
                 video, is_new = await self._videos.load(read_file, scope, client)
-            if is_new:
-                decoded.append(video)
+            scope.puts_elsewhere += is_new
             return video
         except MediaRefused as refused:
             raise ApiError(refused.status, f"{refused.reason} at $.{ref.where}", param=ref.where) from None
@@ -205,6 +222,10 @@ class MediaPrompts:
             return await self._images.load(raw, scope, admitted)
 
 
+def _threads() -> int:
+    return min(THREADS, len(os.sched_getaffinity(0)))
+
+
 def build_media_prompts(
     config: EngineConfig,
     options: ServerOptions,
@@ -212,17 +233,18 @@ def build_media_prompts(
     tokenizer: Any = None,
     budget: MediaBudget | None = None,
     row: ProcessCounters | None = None,
+    server: int = 0,
 ) -> MediaPrompts | None:
     """Returns None if the model takes no images, or lacks files for them: then it serves text alone.
 
     `tokenizer`: the model's, if it is loaded already: loading it takes long. `budget`: None for one of the options;
-    `row`: counts how media travel.
+    `row`: counts how media travel; `server`: the number of this process.
     """
     if not takes_images(config):
         return None
     try:
         budget = MediaBudget(options.media_nbytes_in_flight) if budget is None else budget
-        return MediaPrompts(config, options, store, tokenizer, budget, row)
+        return MediaPrompts(config, options, store, tokenizer, budget, row, server)
     except ValueError as error:
         event("images are not taken", logging.WARNING, reason=error)
         return None

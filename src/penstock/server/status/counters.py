@@ -25,6 +25,7 @@ from penstock.engine.cluster.counter import (
 )
 from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.media.image_messages import WAYS
 from penstock.engine.media.media_budget import STAGES
 from penstock.tensor import ScopeStats
 
@@ -198,6 +199,15 @@ class ProcessCounters(CounterRow, scope="server"):
         unit=1e9,
     )
 
+    DEVICE_IMAGES = counter(
+        "penstock_device_images",
+        "images that a media process has processed on a device, by the `way` of their tensors to workers: `device` "
+        "(in its memory, for its own workers), `peer` (there, and workers on other devices copy them), `store` (other "
+        "workers do not reach the device, or its memory had no room)",
+        "`store` grows with workers that reach each other: more `--mm-processor-cache-gb`",
+        labels={"way": WAYS},
+    )
+
     def __init__(self, words: Row) -> None:
         super().__init__(words[: self.WORDS])
         engines = self.WORDS + QueueCounters.WORDS
@@ -209,12 +219,13 @@ class ProcessCounters(CounterRow, scope="server"):
     def total_words(cls, engines: int) -> int:
         return cls.WORDS + QueueCounters.WORDS + engines * ENGINE_WORDS
 
-    def count_items(self, stats: ScopeStats, put: int = 0) -> None:
-        """Counts how the values of a prompt travel. `put`: hits of values that decoders put for the prompt."""
-        stats.hits -= put
-        stats.puts += put
+    def count_items(self, stats: ScopeStats) -> None:
+        """Counts how the values of a prompt travel."""
         for how, field in ITEM_FIELDS.items():
             self.words[self.ITEMS.at[how]] += getattr(stats, field)
+
+    def count_device_image(self, way: str) -> None:
+        self.words[self.DEVICE_IMAGES.at[way]] += 1
 
     def set_media(self, stage: int, held: int, waiting: int) -> None:
         self.words[self.MEDIA_NBYTES + stage] = held

@@ -91,8 +91,7 @@ class DeviceScope(Scope):
         ref, holder = self._tensors.lend(tensor, is_near=self._is_near, timeout=ROOM_TIMEOUT)
         lent.append(holder)
         pool = self._tensors.pool
-        entry = DeviceEntry("" if pool is None else str(pool.ticket), ref)
-        return {ENTRY: msgspec.msgpack.encode(entry)}
+        return entry_of("" if pool is None else str(pool.ticket), ref)
 
 
 class ReceivedTensors:
@@ -131,6 +130,8 @@ class ReceivedTensors:
         try:
             return self._sender(decoded.pool).view(decoded.ref)
         except (StaleRef, PeerDied, LayoutMismatch) as gone:
+            if isinstance(gone, PeerDied):
+                _close(self._tensors.pop(decoded.pool))
             raise Missing(f"a tensor of a device is gone: {gone}") from None
 
     def _sender(self, ticket: str) -> CudaTensors:
@@ -142,6 +143,11 @@ class ReceivedTensors:
                 _close(self._tensors.popitem(last=False)[1])
         self._tensors.move_to_end(ticket)
         return tensors
+
+
+def entry_of(ticket: str, ref: Reference) -> dict[str, bytes]:
+    """Returns what stands in a value for a tensor."""
+    return {ENTRY: msgspec.msgpack.encode(DeviceEntry(ticket, ref))}
 
 
 def _is_entry(entry: Any) -> bool:

@@ -91,7 +91,7 @@ def test_known_image_is_not_decoded_again(tmp_path: Path, monkeypatch: pytest.Mo
                 first, same, other = load(loader, scope, picture(), picture(), picture(seed=1))
                 assert first == same and first.item.key != other.item.key
             with monkeypatch.context() as patched, Scope(store, inline_nbytes=0) as scope:
-                patched.setattr(image_processor, "_decoded", None)
+                patched.setattr(image_processor, "decode_image", None)
                 assert load(loader, scope, picture()) == [first]
                 assert store.stats().puts == 2
             assert not any(item.holders for item in store.stats().items)
@@ -163,7 +163,7 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(tmp_path: Path, mo
     model, limits = model_in(tmp_path), ImageLimits(pixels=200 * 200)
     with ImageProcessor(model, None, threads=1, limits=limits) as loader, Scope() as scope:
         assert load(loader, scope, scans_of_nothing(32, side=200))
-        monkeypatch.setattr(image_processor, "_decoded", None)
+        monkeypatch.setattr(image_processor, "decode_image", None)
         expected = "at most 1280000 pixels, this one of 200 x 200 has 33 scans, which are 1320000"
         with pytest.raises(MediaRefused, match=expected) as caught:
             load(loader, scope, scans_of_nothing(33, side=200))
@@ -179,7 +179,7 @@ def test_a_progressive_jpeg_of_as_many_pixels_as_are_allowed_is_taken(mode: str,
 
 
 def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decode, has_begun, goes_on = image_processor._decoded, threading.Event(), threading.Event()
+    decode, has_begun, goes_on = image_processor.decode_image, threading.Event(), threading.Event()
 
     def slowly(encoded: Any) -> Any:
         if encoded.work > image_processor.LARGE_PIXELS:
@@ -187,7 +187,7 @@ def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch:
             assert goes_on.wait(10), "the small one was not loaded meanwhile"
         return decode(encoded)
 
-    monkeypatch.setattr(image_processor, "_decoded", slowly)
+    monkeypatch.setattr(image_processor, "decode_image", slowly)
     monkeypatch.setattr(image_processor, "LARGE_PIXELS", 10_000)
 
     async def run(loader: ImageProcessor) -> None:
@@ -207,8 +207,8 @@ def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch:
 def test_a_large_image_that_was_made_while_it_waited_is_not_decoded_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded, decode = [], image_processor._decoded
-    monkeypatch.setattr(image_processor, "_decoded", lambda encoded: decoded.append(1) or decode(encoded))
+    decoded, decode = [], image_processor.decode_image
+    monkeypatch.setattr(image_processor, "decode_image", lambda encoded: decoded.append(1) or decode(encoded))
     monkeypatch.setattr(image_processor, "LARGE_PIXELS", 1000)
     with Store(1 << 20) as store:
         with ImageProcessor(model_in(tmp_path), store, threads=1) as loader, Scope(store, inline_nbytes=0) as scope:
@@ -298,7 +298,7 @@ def test_an_image_is_turned_upright_as_its_exif_says(orientation: int, tmp_path:
 def test_an_image_whose_decoder_contradicts_its_headers_is_refused() -> None:
     encoded = EncodedImage.parse(picture(50, 30))
     with pytest.raises(MediaRefused, match="expected an image as PNG") as caught:
-        image_processor._decoded(encoded._replace(width=49))
+        image_processor.decode_image(encoded._replace(width=49))
     assert caught.value.status == 400
 
 
@@ -306,5 +306,5 @@ def test_an_image_that_pillow_takes_for_a_bomb_is_refused(monkeypatch: pytest.Mo
     encoded = EncodedImage.parse(picture(50, 30))
     monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(MediaRefused, match="Pillow refuses to decode so many pixels") as caught:
-        image_processor._decoded(encoded)
+        image_processor.decode_image(encoded)
     assert caught.value.status == 413

@@ -14,9 +14,11 @@ pytest.importorskip("penstock.engine.worker.stock")
 pytest.importorskip("starlette")
 pytest.importorskip("av")
 
+from penstock import ClosedError, Scope
 from penstock.engine.media.media_budget import ByteSemaphore, MediaBudget, MediaScope
 from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.protocol.config import EngineConfig
+from penstock.lowlevel import Pool
 from penstock.server.chat import media_prompts
 from penstock.server.chat.media_prompts import build_media_prompts
 from penstock.server.chat.prompt_builder import PromptBuilder, build_tokenizer
@@ -142,3 +144,7 @@ async def test_a_scope_that_was_released_gives_bytes_back_at_once() -> None:
     scope.release()
     scope.hold(semaphore.take(60))
     assert semaphore.held == 0
+    with Pool.create(4096) as pool:
+        with pytest.raises(ClosedError):
+            scope.add_leases(Scope().put(b"value"), [pool.take(10)])
+        assert pool.stats().blocks == 0

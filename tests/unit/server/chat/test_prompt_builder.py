@@ -247,6 +247,10 @@ def test_wrong_options_are_one_line_before_a_process_starts(capfd: Any) -> None:
                 "tensor_transport 'device' needs device 'cuda', and a store (--mm-processor-cache-gb)",
             ),
             (
+                (*simulated, "--image-processor-device", "cuda"),
+                "image_processor_device 'cuda' needs tensor_transport 'device', and workers on one node",
+            ),
+            (
                 (*simulated, "--encoder-cache-gb", "-1"),
                 "expected encoder_cache_nbytes (--encoder-cache-gb) to be a whole number from 0",
             ),

@@ -16,6 +16,7 @@ from penstock import Inbox, Missing, Ring, Scope, Store, content_key
 from penstock.engine.cluster.counter import CounterRow, histogram
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.media.media_budget import MediaScope
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.server.http import grafana
 from penstock.server.http.endpoint import Admission
@@ -106,6 +107,7 @@ OURS = {
     "penstock_trials_refused": ("counter", set()),
     "penstock_video_decoder_seconds": ("counter", {"server"}),
     "penstock_videos": ("counter", {"end", "server"}),
+    "penstock_device_images": ("counter", {"server", "way"}),
     "penstock_videos_decoding": ("gauge", {"server"}),
     "penstock_videos_waiting": ("gauge", {"server"}),
 }
@@ -451,7 +453,18 @@ def test_videos_are_counted_by_how_their_decoders_ended(pages: Pages) -> None:
     assert pages.number("penstock_video_decoder_seconds_total", server=0) == 31.5
 
 
-def test_a_video_that_its_decoder_has_stored_counts_as_put(pages: Pages) -> None:
-    pages.tally.rows[0].count_items(ScopeStats(hits=3), put=1)
+def test_a_value_that_another_process_has_stored_counts_as_put(pages: Pages) -> None:
+    with Store(1 << 20) as store, MediaScope(store) as scope:
+        for number in range(3):
+            scope.add(store.put({"a": number}))
+        scope.puts_elsewhere += 1
+        pages.tally.rows[0].count_items(scope.stats())
     assert pages.number("penstock_items_total", server=0, how="hit") == 2
     assert pages.number("penstock_items_total", server=0, how="put") == 1
+
+
+def test_device_images_are_counted_by_their_way(pages: Pages) -> None:
+    for way in ("device", "device", "store"):
+        pages.tally.rows[0].count_device_image(way)
+    for way, count in (("device", 2), ("peer", 0), ("store", 1)):
+        assert pages.number("penstock_device_images_total", server=0, way=way) == count

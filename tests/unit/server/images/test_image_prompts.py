@@ -128,8 +128,8 @@ async def test_of_images_in_any_format_the_first_frame_counts(
     frames[0].save(raw, kind, **more)
     (tmp_path / "an image").write_bytes(raw.getvalue())
     observed = []
-    decode = image_processor._decoded
-    monkeypatch.setattr(image_processor, "_decoded", lambda *args: observed.append(decode(*args)) or observed[-1])
+    decode = image_processor.decode_image
+    monkeypatch.setattr(image_processor, "decode_image", lambda *args: observed.append(decode(*args)) or observed[-1])
     async with scene_of(llava, allowed_local_media_path=(str(tmp_path),)) as scene:
         lengths = {await scene.length(part(raw.getvalue(), f"image/{kind}"))}
         lengths.add(await scene.length(named(f"file://{tmp_path}/an%20image")))
@@ -229,8 +229,8 @@ class Slowly:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun, self.goes_on = threading.Event(), threading.Event()
-        self._decode: Callable[..., Any] = image_processor._decoded
-        monkeypatch.setattr(image_processor, "_decoded", self)
+        self._decode: Callable[..., Any] = image_processor.decode_image
+        monkeypatch.setattr(image_processor, "decode_image", self)
 
     def __call__(self, *args: Any) -> Any:
         self.has_begun.set()
