@@ -212,6 +212,7 @@ async def test_image_for_workers_of_two_devices_goes_by_peers_or_the_store(
             assert scope.stats().hits == 1
 
 
+@tiers.needs_all
 @in_a_loop
 async def test_pool_without_room_gives_up_images_and_then_takes_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -234,6 +235,7 @@ async def test_pool_without_room_gives_up_images_and_then_takes_none(
         assert (await scene.load(picture(seed=1000))).tokens == 4
 
 
+@tiers.needs_all
 @in_a_loop
 async def test_process_lives_on_after_images_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.media.image_processor.MAX_RATIO", 1000)
@@ -279,6 +281,7 @@ async def test_images_of_a_process_that_is_killed_are_processed_by_the_next(
         assert num_descriptors[1] <= num_descriptors[0]
 
 
+@tiers.needs_all
 @in_a_loop
 async def test_image_that_kills_two_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene_of(tmp_path, monkeypatch, more=DIES) as scene:
@@ -287,6 +290,7 @@ async def test_image_that_kills_two_processes_is_refused(tmp_path: Path, monkeyp
         assert caught.value.status == 503
 
 
+@tiers.needs_all
 @in_a_loop
 async def test_process_that_does_not_start_refuses_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene_of(tmp_path, monkeypatch, device="7") as scene:
@@ -296,6 +300,7 @@ async def test_process_that_does_not_start_refuses_images(tmp_path: Path, monkey
             assert caught.value.status == 500
 
 
+@tiers.needs_all
 @in_a_loop
 async def test_image_of_a_request_that_has_gone_is_held_by_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -311,6 +316,7 @@ async def test_image_of_a_request_that_has_gone_is_held_by_nobody(
         assert (await scene.load(picture(seed=2))).tokens == 4
 
 
+@tiers.needs_all
 @in_a_loop
 async def test_process_that_does_not_answer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with scene_of(tmp_path, monkeypatch) as scene:
