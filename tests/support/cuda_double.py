@@ -218,7 +218,8 @@ class CudaDouble(TorchDispatchMode):
         if self.sync_mode == 2:
             raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
         self.pass_copies(self._launched)
-        self.host_passed |= Counter({stream: number for stream, number in self._used.values()})
+        for stream, number in self._used.values():
+            self.host_passed[stream] = max(self.host_passed[stream], number)
 
     def ask_event(self) -> None:
         """Raises RuntimeError where a capture forbids that, which is then invalid."""
