@@ -411,8 +411,8 @@ class ModelRunner:
         blocks = self._ranks.least(int(free // each))
         if blocks < longest:
             raise ValueError(
-                f"no room for keys and values of one request: {max(0, free) / 2**20:.1f} MiB left, and {longest} blocks of "
-                f"{each} bytes are needed{hint}"
+                f"no room for keys and values of one request: {max(0, free) / 2**20:.1f} MiB left, and {longest} "
+                f"blocks of {each} bytes are needed{hint}"
             )
         return blocks
 
