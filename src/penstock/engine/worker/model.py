@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from logging import DEBUG
 from pathlib import Path
@@ -47,9 +47,8 @@ TEXT_OF = {
 }  # these families have no plan for their text, which is sharded as that of another family
 
 
-if TYPE_CHECKING:  # they import Triton, and this file
+if TYPE_CHECKING:  # it imports Triton
     from penstock.engine.worker.cuda.decoder import CudaDecoder
-    from penstock.engine.worker.cuda.step_room import MemoryNeeds
 
 
 class InputEmbeds(NamedTuple):
@@ -216,11 +215,12 @@ def load(
     shared: SharedWeights | None = None,
     *,
     has_head: bool = True,
-    needs: MemoryNeeds | None = None,
+    require_room: Callable[[Any, TPGroup, torch.device], None] | None = None,
 ) -> LoadedModel:
     """Loads this rank's shard of a model, and of its adapters; None: LoRA is not enabled. `dtype`: "auto" for that of
     config.json. `shared`: weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden
-    states as `logits`; the files need no weights of the head. `needs`: what a CUDA device has to have room for, too.
+    states as `logits`; the files need no weights of the head. `require_room`: raises ValueError if a
+    CUDA device has no room for the model, of which the weights have not been read.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks, or a device has no room.
     """
@@ -245,8 +245,8 @@ def load(
     if device.type == "cpu":
         load_on_cpu(stock, path, slices, device, shared)
     else:
-        if needs is not None:
-            needs.require(stock, ranks, device)
+        if require_room is not None:
+            require_room(stock, ranks, device)
         weight_loader.load(stock, path, slices, device)
     event("weights are loaded", DEBUG)
     replace_patch_convolutions(stock)

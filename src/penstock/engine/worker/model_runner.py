@@ -132,8 +132,9 @@ class ModelRunner:
             state = partial(StepSizes(slots, max_blocks_per_request or 0, token_budget, 1).nbytes, block_size)
             request_tokens = longest * block_size if blocks is None else 0
             needs = MemoryNeeds(memory_utilization, token_budget, slots, request_tokens, KEPT_NBYTES, state)
+        require_room = None if needs is None else needs.require
         self._model = models.load(
-            Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, needs=needs
+            Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, require_room=require_room
         )
         files.require_unchanged()
         self.model = files.fingerprint.word
