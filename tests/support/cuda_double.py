@@ -14,7 +14,9 @@ The double computes at once. What a device does later, it does late where the ho
   POISON then, as graphs share one pool of memory; and so is memory for a result (`out=`), up to the operation that
   writes it: an operation that reads it before is a fault.
 * Memory that `empty` allocates holds POISON.
-* A wait invalidates a capture, which torch's allocator then counts as underway for ever.
+* A wait invalidates a capture, which torch's allocator then counts as underway for ever. So does a question about an
+  event, of the capturing thread, or of any thread if the mode of the capture is "global".
+* Work that uses memory after work of another stream has to wait for that stream.
 
 A report counts launches, copies and allocations, and names the line of each operation that makes the host wait for the
 device or copies memory that is not pinned. With TRITON_INTERPRET=1, Triton's interpreter runs kernels of our own.
@@ -26,10 +28,12 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -164,6 +168,10 @@ class CudaDouble(TorchDispatchMode):
         ] = {}  # by address: alive as long as the double, so that none is used again
         self._references: Counter[int] = Counter()  # tensors of each memory on the device, by address
         self._replayed: _Graph | None = None
+        self.default_stream: Any = None
+        self.capture: tuple[str, int] | None = None  # the mode of the capture, and its thread
+        self.host_passed: Counter[int] = Counter()  # work that the host knows to be done, by stream
+        self._used: dict[int, tuple[int, int]] = {}  # of memory, by address: stream and number of its last work
         self._undo = contextlib.ExitStack()
         self._num_entered = 0
 
@@ -171,7 +179,8 @@ class CudaDouble(TorchDispatchMode):
         if not self._num_entered:
             load_guard()
             CudaDouble.current = self
-            self.default_stream = self.stream = self.Stream()
+            self.default_stream = self.default_stream or self.Stream()
+            self.stream = self.default_stream
             self.replace_torch(self._undo)
         self._num_entered += 1  # an operation that torch decomposes enters once more
         super().__enter__()
@@ -209,6 +218,14 @@ class CudaDouble(TorchDispatchMode):
         if self.sync_mode == 2:
             raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
         self.pass_copies(self._launched)
+        for stream, number in self._used.values():
+            self.host_passed[stream] = max(self.host_passed[stream], number)
+
+    def ask_event(self) -> None:
+        """Raises RuntimeError where a capture forbids that, which is then invalid."""
+        if self.capture is not None and (self.capture[0] == "global" or self.capture[1] == threading.get_ident()):
+            self.is_capture_invalid = True
+            raise RuntimeError("operation not permitted when stream is capturing: a question about an event")
 
     def fault(self, what: str) -> None:
         self.report.faults.append(Fault(what, line_of_call()))
@@ -244,6 +261,7 @@ class CudaDouble(TorchDispatchMode):
         self._references[address] -= 1
         if not self._references[address]:
             del self._references[address]
+            self._used.pop(address, None)
             self.held_nbytes -= nbytes
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -253,6 +271,21 @@ class CudaDouble(TorchDispatchMode):
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._pinned
+
+    def use(self, *values: Any) -> None:
+        """Work of the current stream uses the memory of these tensors."""
+        if self.tape is not None:
+            return
+        stream = self.stream
+        stream.passed |= self.host_passed
+        stream.passed[stream.number] += 1
+        for tensor in tree_flatten(values)[0]:
+            if isinstance(tensor, OnDevice):
+                address = tensor.numbers.untyped_storage().data_ptr()
+                other, number = self._used.get(address, (stream.number, 0))
+                if stream.passed[other] < number:
+                    self.fault("uses memory of another stream without waiting for that stream")
+                self._used[address] = stream.number, stream.passed[stream.number]
 
     # ── operations ──
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -323,6 +356,7 @@ class CudaDouble(TorchDispatchMode):
             torch.Tensor, lambda tensor: known[id(tensor)] if id(tensor) in known else OnDevice(tensor), numbers
         )
         if not is_view(func):
+            self.use(ours, result)
             if not name.startswith(SILENT):
                 self.report.launches[line_of_call()] += 1
             if self.tape is not None:
@@ -338,6 +372,7 @@ class CudaDouble(TorchDispatchMode):
             with torch.utils._python_dispatch._disable_current_modes():
                 kernel[grid](*args, **options)
 
+        self.use(args, options)
         args, options = numbers_of(args), numbers_of(options)
         run(*args, **options)
         self.report.launches[line_of_call()] += 1
@@ -356,6 +391,7 @@ class CudaDouble(TorchDispatchMode):
         if numbers.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
             numbers = numbers.clone()
         on_device = OnDevice(numbers)
+        self.use(on_device)
         self._note_upload(source, numbers, is_queued)
         return on_device
 
@@ -370,6 +406,7 @@ class CudaDouble(TorchDispatchMode):
 
     def _copy_back(self, func: Any, source: OnDevice, kwargs: Any) -> torch.Tensor:
         is_queued = kwargs.pop("non_blocking", False)
+        self.use(source)
         self.report.copies_back += 1
         if not is_queued:
             self.wait("a copy to the host that is not queued")
@@ -380,6 +417,7 @@ class CudaDouble(TorchDispatchMode):
         return self.queue_back(source.numbers, self.pin(target)) if is_queued else target
 
     def _copy_over(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        self.use(target, source)
         if isinstance(target, OnDevice):
             numbers = self.compute(torch.ops.aten.copy_.default, (target.numbers, source), {})
             if source.dim():
@@ -529,28 +567,42 @@ class _Event:
     def __init__(self, **_: Any) -> None:
         self._launched = 0
         self._was_asked = False
+        self.passed: Counter[int] = Counter()  # work that is done when the event has passed, by stream
 
-    def record(self, *_: Any) -> None:
-        self._launched, self._was_asked = CudaDouble.current.launched, False
+    def record(self, stream: _Stream | None = None) -> None:
+        double = CudaDouble.current
+        self._launched, self._was_asked = double.launched, False
+        self.passed = (stream or double.stream).passed.copy()
 
     def query(self) -> bool:
+        CudaDouble.current.ask_event()
         was_asked, self._was_asked = self._was_asked, True
         if was_asked:
-            CudaDouble.current.pass_copies(self._launched)
+            self._pass()
         return was_asked
 
     def synchronize(self) -> None:
+        CudaDouble.current.ask_event()
+        self._pass()
+
+    def _pass(self) -> None:
         CudaDouble.current.pass_copies(self._launched)
+        CudaDouble.current.host_passed |= self.passed
 
 
 class _Stream:
     cuda_stream = 0
+    _numbers = itertools.count()
 
-    def __init__(self, **_: Any) -> None: ...
+    def __init__(self, **_: Any) -> None:
+        self.number = next(self._numbers)
+        self.passed: Counter[int] = Counter()  # work before what this stream does next, by stream
 
-    def wait_stream(self, other: _Stream) -> None: ...
+    def wait_stream(self, other: _Stream) -> None:
+        self.passed |= other.passed
 
-    def wait_event(self, event: _Event) -> None: ...
+    def wait_event(self, event: _Event) -> None:
+        self.passed |= event.passed
 
     def synchronize(self) -> None:
         CudaDouble.current.wait("Stream.synchronize")
@@ -576,8 +628,9 @@ def _torch_cuda_of(double: CudaDouble) -> dict[str, Any]:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
     @contextlib.contextmanager
-    def graph(recorded: _Graph, *, stream: Any, **_: Any) -> Iterator[None]:
+    def graph(recorded: _Graph, *, stream: Any, capture_error_mode: str = "global", **_: Any) -> Iterator[None]:
         empty_cache()
+        double.capture = capture_error_mode, threading.get_ident()
         before, double.stream, double.tape = double.stream, stream, recorded.operations
         double.is_capture_invalid = False
         double.captures_underway += 1
@@ -586,7 +639,7 @@ def _torch_cuda_of(double: CudaDouble) -> dict[str, Any]:
         try:
             yield
         finally:
-            double.tape = None
+            double.tape = double.capture = None
             double.pool_nbytes = max(double.pool_nbytes, double.peak_nbytes - held)
             double.peak_nbytes = max(peak, double.peak_nbytes)
             if double.is_capture_invalid:  # as in torch, the capture does not end, and its stream stays the current one

@@ -261,6 +261,9 @@ class DriverDouble(CudaDouble):
         return super().is_pinned(tensor) or bool(is_registered)
 
     # ── order ──
+    def use(self, *values: Any) -> None:
+        """Streams of the driver are in order, and tensors that are used too early hold POISON."""
+
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Computes at once if the stream is idle. Else the results are POISON until it is their turn."""
         if self.tape is not None or is_view(func) or self.driver.is_idle(self.stream):

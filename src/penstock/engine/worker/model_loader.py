@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from logging import DEBUG
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +45,6 @@ from penstock.engine.worker.stock import (
 from penstock.engine.worker.tensor_parallel import PLANS, TPGroup, outputs_are_summed, shard
 from penstock.engine.worker.weight_slices import HeadSlices, WeightSlice
 
-if TYPE_CHECKING:  # it imports Triton
-    from penstock.engine.worker.cuda.step_room import MemoryNeeds
-
 TEXT_OF = {
     "qwen3_vl": "qwen3"
 }  # these families have no plan for their text, which is sharded as that of another family
@@ -62,11 +59,12 @@ def load(
     shared: SharedWeights | None = None,
     *,
     has_head: bool = True,
-    needs: MemoryNeeds | None = None,
+    require_room: Callable[[Any, TPGroup, torch.device], None] | None = None,
 ) -> LoadedModel:
     """Loads this rank's shard of a model, and of its adapters; None: LoRA is not enabled. `dtype`: "auto" for that of
     config.json. `shared`: weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden
-    states as `logits`; the files need no weights of the head. `needs`: what a CUDA device has to have room for, too.
+    states as `logits`; the files need no weights of the head. `require_room`: raises ValueError if a CUDA
+    device has no room for the model, of which the weights have not been read.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks, or a device has no room.
     """
@@ -91,8 +89,8 @@ def load(
     if device.type == "cpu":
         load_on_cpu(stock, path, slices, device, shared)
     else:
-        if needs is not None:
-            needs.require(stock, ranks, device)
+        if require_room is not None:
+            require_room(stock, ranks, device)
         weight_loader.load(stock, path, slices, device)
     event("weights are loaded", DEBUG)
     replace_patch_convolutions(stock)

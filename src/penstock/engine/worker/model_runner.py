@@ -129,8 +129,9 @@ class ModelRunner:
             state = partial(StepSizes(slots, max_blocks_per_request or 0, token_budget, 1).nbytes, block_size)
             request_tokens = longest * block_size if blocks is None else 0
             needs = MemoryNeeds(memory_utilization, token_budget, slots, request_tokens, KEPT_NBYTES, state)
+        require_room = None if needs is None else needs.require
         self._model = model_loader.load(
-            Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, needs=needs
+            Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head, require_room=require_room
         )
         files.require_unchanged()
         self.model = files.fingerprint.word
@@ -410,27 +411,16 @@ class ModelRunner:
     def _room(self, longest: int, reserved: int, needs: MemoryNeeds | None) -> int:
         """Returns the number of blocks that fit into memory, on the rank with the least memory. `reserved`: bytes of a
         CUDA device that are allocated later, and stay. Raises ValueError for fewer than `longest`."""
-        hint = ""
         if needs is not None:
-            from penstock.engine.worker.cuda.step_room import STEPS, require_step
-
-            step = require_step(self._model, needs.step_tokens, needs.slots)
-            torch.cuda.empty_cache()
-            unused, total = torch.cuda.mem_get_info(self._device)
-            reserved += STEPS * step + needs.state_nbytes(self._model.vocab_size)
-            free = needs.utilization * total - (total - unused) - reserved
-            hint = (
-                f" ({step / 2**20:.1f} MiB are for a step of {needs.step_tokens} tokens): raise "
-                "--gpu-memory-utilization or lower --max-model-len, --max-num-batched-tokens or --max-num-seqs"
-            )
+            free, hint = needs.free_nbytes(self._model, reserved)
         else:
-            free = CPU_SHARE * memory_available()[0] / self._ranks.size
+            free, hint = CPU_SHARE * memory_available()[0] / self._ranks.size, ""
         each = KVCache.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
         blocks = self._ranks.least(int(free // each))
         if blocks < longest:
             raise ValueError(
-                f"no room for keys and values of one request: {free / 2**20:.1f} MiB left, and {longest} blocks of "
-                f"{each} bytes are needed{hint}"
+                f"no room for keys and values of one request: {max(0, free) / 2**20:.1f} MiB left, and {longest} "
+                f"blocks of {each} bytes are needed{hint}"
             )
         return blocks
 

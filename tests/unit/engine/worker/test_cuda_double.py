@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,42 @@ def test_result_arrives_when_its_event_has_passed(double: CudaDouble, numbers: t
     event.record()
     event.synchronize()
     assert later.tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("way", ["nothing", "stream", "event", "host"])
+def test_work_waits_for_the_stream_that_has_its_memory(way: str, double: CudaDouble, numbers: torch.Tensor) -> None:
+    def plant() -> torch.Tensor:
+        return numbers * 2
+
+    stream, event = torch.cuda.Stream(), torch.cuda.Event()
+    event.record()
+    if way == "stream":
+        stream.wait_stream(torch.cuda.current_stream())
+    elif way == "event":
+        stream.wait_event(event)
+    elif way == "host":
+        event.synchronize()
+    with double.watched() as report, torch.cuda.stream(stream):
+        result = plant()
+        result += 1
+    if way == "nothing":
+        (fault,) = report.faults
+        assert "another stream" in fault.what
+        assert fault.line == f"test_cuda_double.py:{inspect.getsourcelines(plant)[1] + 1}"
+    else:
+        assert not report.faults
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_recording_waits_for_streams_in_both_directions(
+    waits: bool, double: CudaDouble, numbers: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not waits:
+        monkeypatch.setattr(CudaDouble.Stream, "wait_stream", lambda *_: None)
+    with double.watched() as report:
+        CudaGraphs().record(lambda: numbers.add_(1))
+        numbers.add_(1)
+    assert len(report.faults) == (0 if waits else 2)
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -307,6 +344,29 @@ def test_capture_that_is_invalidated_stays_underway(double: CudaDouble, numbers:
         torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
     ):
         pass
+
+
+def test_other_thread_may_ask_about_an_event_while_a_graph_is_recorded(
+    double: CudaDouble, numbers: torch.Tensor
+) -> None:
+    """As the thread of NCCL does. In the mode "global" the capture would be invalid."""
+    event, stream = torch.cuda.Event(), torch.cuda.Stream()
+    event.record()
+
+    def compute() -> torch.Tensor:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(event.query).result()
+        return numbers * 2
+
+    assert CudaGraphs().record(compute)().tolist() == [0, 2, 4, 6]
+    with pytest.raises(InvalidatedCapture, match="a question about an event"):
+        CudaGraphs().record(lambda: numbers * (2 if double.tape is None else 2 + event.query()))
+    double.captures_underway = 0
+    with (
+        pytest.raises(RuntimeError, match="previous error during capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream),
+    ):
+        compute()
 
 
 def test_capture_that_is_invalidated_is_told_from_one_that_fails(double: CudaDouble, numbers: torch.Tensor) -> None:

@@ -60,6 +60,19 @@ class MemoryNeeds(NamedTuple):
                 "--max-num-batched-tokens or --max-num-seqs, or end other processes"
             )
 
+    def free_nbytes(self, model: LoadedModel, reserved: int) -> tuple[float, str]:
+        """Returns the bytes that are left for keys and values, and what to do if they are too few. `reserved`: bytes
+        that are allocated later, and stay. Raises ValueError as `require_step` does."""
+        step = require_step(model, self.step_tokens, self.slots)
+        torch.cuda.empty_cache()
+        unused, total = torch.cuda.mem_get_info(model.device)
+        reserved += STEPS * step + self.state_nbytes(model.vocab_size)
+        hint = (
+            f" ({step / 2**20:.1f} MiB are for a step of {self.step_tokens} tokens): raise --gpu-memory-utilization or "
+            "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs"
+        )
+        return self.utilization * total - (total - unused) - reserved, hint
+
 
 def kv_nbytes_of_token(stock: Any) -> int:
     """Returns the bytes of a token's keys and values on this rank, by the shapes of projections: the least."""

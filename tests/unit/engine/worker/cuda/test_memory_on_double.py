@@ -19,6 +19,7 @@ require_interpreter()
 
 from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step  # noqa: E402
 from penstock.engine.worker import weight_loader  # noqa: E402
+from penstock.engine.worker.cuda import step_room  # noqa: E402
 from penstock.engine.worker.cuda.step_room import kv_nbytes_of_token, least_step_nbytes, require_step, step_nbytes  # noqa: E402
 from penstock.engine.worker.cuda.steps import CudaSteps  # noqa: E402
 from penstock.engine.worker.encoding_exchange import EncoderOptions  # noqa: E402
@@ -117,6 +118,17 @@ def test_step_that_runs_out_of_memory_as_it_is_measured_is_refused(
         runner.double.total_nbytes = runner.double.held_nbytes + 512
         with pytest.raises(ValueError, match=text.replace("tokens .*", "tokens .*Tried to allocate.*")):
             require_step(model, 16, 4)
+
+
+def test_request_without_room_beside_the_measured_step_is_refused(
+    family: BuildFamily, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_room, "least_step_nbytes", lambda *_: 0)
+    monkeypatch.setattr("penstock.engine.worker.model_runner.KEPT_NBYTES", 1 << 20)
+    options = {"blocks": None, "max_blocks_per_request": 4, "token_budget": 1024, "memory_utilization": 0.003}
+    text = r" 0.0 MiB left, and 4 blocks .*MiB are for a step of 1024 tokens\): raise --gpu-memory-utilization or lower"
+    with pytest.raises(ValueError, match=text):
+        OnDouble(family("llama"), monkeypatch, **options)
 
 
 def test_failed_step_lets_go_of_its_tensors_before_memory_is_returned(
