@@ -272,3 +272,23 @@ def test_call_into_a_loop_that_is_closed_has_no_effect() -> None:
     loop.close()
     deaths.run_in_loop(None, pytest.fail)
     deaths.run_in_loop(SimpleNamespace(get_loop=lambda: loop), pytest.fail)
+
+
+class EngineDeadError(Exception):
+    """As in vLLM 0.33."""
+
+    CLIENT_MESSAGE = "The server had an error."
+
+
+def test_cause_is_in_the_text_for_clients_of_this_error_alone() -> None:
+    error = EngineDeadError("The engine is dead.")
+    deaths.add_cause(error, str(DEATH))
+    assert str(error) == f"The engine is dead. {DEATH}"
+    assert error.CLIENT_MESSAGE == f"The server had an error. {DEATH}"
+    assert EngineDeadError.CLIENT_MESSAGE == "The server had an error."
+
+
+def test_cause_is_added_to_an_error_without_a_text_for_clients() -> None:
+    error = RuntimeError("The engine is dead.")
+    deaths.add_cause(error, str(DEATH))
+    assert str(error) == f"The engine is dead. {DEATH}" and not hasattr(error, "CLIENT_MESSAGE")

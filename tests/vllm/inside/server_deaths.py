@@ -40,8 +40,7 @@ OPTIONS = "--host 127.0.0.1 --dtype float32 --max-model-len 512 --enforce-eager 
 
 def serve(options, api_servers, port, log, fork):
     """The first process of a server, in a session of its own."""
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.cli.serve import ServeSubcommand, make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     os.setsid()

@@ -224,11 +224,16 @@ def replace() -> None:
     def with_cause(self: EngineDeadError, *arguments: Any, **keywords: Any) -> None:
         create(self, *arguments, **keywords)
         if cause := causes():
-            self.args = (f"{self.args[0]} {cause}", *self.args[1:])
-            if hasattr(self, "CLIENT_MESSAGE"):  # from 0.33.0 on, what clients get instead of `args`
-                self.CLIENT_MESSAGE = f"{self.CLIENT_MESSAGE} {cause}"
+            add_cause(self, cause)
 
     EngineDeadError.__init__ = with_cause
+
+
+def add_cause(error: Any, cause: str) -> None:
+    """Adds the cause to the text of the error, and to the text for clients, which vLLM has apart since 0.33."""
+    error.args = (f"{error.args[0]} {cause}", *error.args[1:])
+    if hasattr(error, "CLIENT_MESSAGE"):
+        error.CLIENT_MESSAGE = f"{error.CLIENT_MESSAGE} {cause}"
 
 
 def replace_in_executor() -> None:
