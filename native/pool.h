@@ -155,8 +155,8 @@ class Pool {
     u64 claimed_from_start() const;  // pool_pages.h
     bool is_growing() const { return claimed_from_start() < nbytes(); }
     u32 returns() const { return head_.returns.load(order::returns.acquire); }
-    // By this object, of blocks for which the machine has no pages. Counted before it is a return: who sees that sees
-    // this.
+    // By this object, of blocks for which the machine has no pages. Counted before the return, and so seen with the
+    // return.
     u32 fruitless_returns() const { return static_cast<u32>(fruitless_returns_.value()); }
 
     // ── leases and grants ──
