@@ -17,10 +17,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.engine.media.media_kind import MediaRefused
-from penstock.lowlevel import BlockLease
 from penstock.tensor import Handle, Scope, ScopeStats
 
 if TYPE_CHECKING:
@@ -155,6 +154,10 @@ async def admit(stage: ByteSemaphore, client: str, nbytes: int, work: str) -> By
         raise MediaRefused(413, f"{work} takes {nbytes} bytes, and {limit}") from None
 
 
+class Releasable(Protocol):
+    def release(self) -> None: ...
+
+
 class MediaScope(Scope):
     """The scope of a request's media, with the bytes of the budget that its inline tensors hold.
 
@@ -165,16 +168,16 @@ class MediaScope(Scope):
     held bytes while waiting for more bytes could wait for each other.
     """
 
-    _leases: tuple[ByteLease | BlockLease, ...] = ()
+    _leases: tuple[Releasable, ...] = ()
     puts_elsewhere = 0  # of the hits: values that another process has made for this request
 
-    def hold(self, *leases: ByteLease | BlockLease) -> None:
+    def hold(self, *leases: Releasable) -> None:
         """Holds bytes until the scope is released: at once, if it has been."""
         self._leases += leases
         if self.is_released:
             self.release()
 
-    def add_leases(self, handle: Handle, leases: Sequence[BlockLease]) -> Handle:
+    def add_leases(self, handle: Handle, leases: Sequence[Releasable]) -> Handle:
         """Returns a handle of a value with tensors in other pools, and holds these. The value counts as a hit."""
         self.hold(*leases)
         return self._keep(handle, None, "hits")
