@@ -37,7 +37,6 @@ pytestmark = pytest.mark.skipif(torch.version.cuda is not None and not has_devic
 MIB = 1 << 20
 IMAGE = 1024  # bytes of a slice with LLaVA's image of 3 x 8 x 8 numbers
 USE_DOUBLE = """
-from tests import tiers  # noqa: E402
 from tests.support.libcuda import DriverDouble, use_device
 from penstock.engine.cluster import cuda_devices
 cuda_devices.torch_build = lambda: cuda_devices.TorchBuild("a double", "13.0", None)
