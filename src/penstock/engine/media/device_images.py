@@ -175,6 +175,14 @@ class DeviceImages:
         except Missing:
             raise MediaRefused(503, "the image was removed from the store before its request had it") from None
 
+    @staticmethod
+    def memory_file(data: bytes) -> BinaryIO:
+        """Returns an open file of memory."""
+        file: BinaryIO = os.fdopen(os.memfd_create("image", os.MFD_CLOEXEC), "wb")
+        file.write(data)
+        file.flush()
+        return file
+
     # ── the process ──
     async def _running(self) -> MediaProcess:
         """Returns the media process, and starts one if there is none. Raises MediaRefused if none starts."""
@@ -209,12 +217,3 @@ class DeviceImages:
         if starting is not None and not starting.cancel() and starting.exception() is None:
             starting.result().end()
             starting.result().reaping.join()
-
-
-def memory_file(data: bytes) -> BinaryIO:
-    """Returns an open file of memory."""
-    file: BinaryIO = os.fdopen(os.memfd_create("image", os.MFD_CLOEXEC), "wb", buffering=0)
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
-    return file

@@ -21,13 +21,12 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
 from penstock import Missing
-from penstock.engine.media.device_images import DeviceImages, memory_file
 from penstock.engine.media.encoded_image import UPRIGHT, EncodedImage
 from penstock.engine.media.fair_thread_pool import FairThreadPool
 from penstock.engine.media.media_budget import MediaScope
@@ -36,6 +35,9 @@ from penstock.engine.media.patches import PatchProcessor
 from penstock.engine.model_dir import VISION
 from penstock.engine.protocol.option import MEGAPIXELS, MIB, Option, check_options
 from penstock.tensor import Handle, Scope, Store, content_key
+
+if TYPE_CHECKING:  # imported where images are processed on a device
+    from penstock.engine.media.device_images import DeviceImages
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 TILED = ("idefics3", "smolvlm")  # what these see of an image stands in several places of the prompt
@@ -130,7 +132,7 @@ class ImageProcessor:
             if self._device is None:
                 return await threads.run(scope, load)
             assert isinstance(scope, MediaScope), "a scope that takes leases of slices"
-            with await threads.run(scope, functools.partial(memory_file, encoded.data)) as file:
+            with await threads.run(scope, functools.partial(self._device.memory_file, encoded.data)) as file:
                 item, tree = await self._device.load(key, encoded, file, scope, is_large=is_large)
             self._require_tokens(tree)
             return _loaded(item, tree)

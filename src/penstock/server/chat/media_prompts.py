@@ -14,11 +14,9 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.engine.cluster.logs import event, tensor_event
-from penstock.engine.media.device_images import DeviceImages
-from penstock.engine.media.image_messages import MediaSetup
 from penstock.engine.media.image_processor import ImageProcessor, ProcessedImage
 from penstock.engine.media.media_budget import MediaBudget, MediaScope, admit
 from penstock.engine.media.media_kind import IMAGE, VIDEO, MediaKind, MediaRef, MediaRefused
@@ -35,6 +33,9 @@ from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters
 from penstock.tensor import Scope, Store
+
+if TYPE_CHECKING:  # imported where images are processed on a device
+    from penstock.engine.media.device_images import DeviceImages
 
 THREADS = 8  # for images, at most: each may hold several copies of an image of the maximum size
 
@@ -105,6 +106,10 @@ class MediaPrompts:
         """Returns None if images are processed on CPUs."""
         if config.image_processor_device == "cpu":
             return None
+        # Imported here: other servers need neither the modules of CUDA nor those of video decoders for it.
+        from penstock.engine.media.device_images import DeviceImages
+        from penstock.engine.media.image_messages import MediaSetup
+
         assert self._store is not None, "a config without a store has no such device"
         setup = MediaSetup(
             model=config.model,

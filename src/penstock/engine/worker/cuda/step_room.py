@@ -50,8 +50,7 @@ class MemoryNeeds(NamedTuple):
             parts[f"for the state of {self.slots} slots"] = self.state_nbytes(vocabulary)
             parts["for graphs and images"] = self.reserved + (STEPS - 1) * step
         parts[f"at least for a step of {self.step_tokens} tokens"] = step
-        unused, total = torch.cuda.mem_get_info(device)
-        room = self.utilization * total - (total - unused)
+        room = self.unused_nbytes(device)
         if not ranks.least(int(sum(parts.values()) < room)):
             sizes = ", ".join(f"{nbytes / 2**30:.2f} GiB {purpose}" for purpose, nbytes in parts.items())
             raise ValueError(
@@ -65,13 +64,17 @@ class MemoryNeeds(NamedTuple):
         that are allocated later, and stay. Raises ValueError as `require_step` does."""
         step = require_step(model, self.step_tokens, self.slots)
         torch.cuda.empty_cache()
-        unused, total = torch.cuda.mem_get_info(model.device)
         reserved += STEPS * step + self.state_nbytes(model.vocab_size)
         hint = (
             f" ({step / 2**20:.1f} MiB are for a step of {self.step_tokens} tokens): raise --gpu-memory-utilization or "
             "lower --max-model-len, --max-num-batched-tokens or --max-num-seqs"
         )
-        return self.utilization * total - (total - unused) - reserved, hint
+        return self.unused_nbytes(model.device) - reserved, hint
+
+    def unused_nbytes(self, device: torch.device) -> float:
+        """Returns the bytes of this share of the device that nothing uses now."""
+        unused, total = torch.cuda.mem_get_info(device)
+        return self.utilization * total - (total - unused)
 
 
 def kv_nbytes_of_token(stock: Any) -> int:
